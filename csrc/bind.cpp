@@ -1,0 +1,152 @@
+// The Python module: checks numbers, releases the GIL, converts. Tensors arrive as addresses, whose
+// dtypes and shapes plan.py has checked: torch is not linked, and DLPack costs tens of microseconds
+// a call, a good part of a decode step's layer.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "engine/plan.h"
+#include "engine/topology.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Address = uintptr_t;
+
+template <class T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+template <class Enum>
+Enum checked_enum(int32_t value, int32_t count, const char* what) {
+  if (value < 0 || value >= count) {
+    throw std::invalid_argument(std::string(what) + " " + std::to_string(value) +
+                                " is not one of the " + std::to_string(count) +
+                                " this build knows");
+  }
+  return static_cast<Enum>(value);
+}
+
+moe::Matrix make_matrix(Address weight, int64_t rows, int64_t row_bytes, int64_t parts,
+                        Address bias, Address scale, int64_t scale_expert_bytes,
+                        int64_t scale_row_bytes, int64_t scale_block_rows, int64_t scale_part_rows,
+                        int64_t scale_shift, Address zero, Address global, int64_t global_parts) {
+  if (weight == 0 || rows < 1 || parts < 1 || rows % parts != 0 || scale_block_rows < 1 ||
+      scale_shift < 0 || scale_shift > 63) {
+    throw std::invalid_argument("a matrix needs weights, whole parts and positive sizes");
+  }
+  return {.weight = pointer<const std::byte>(weight),
+          .expert_bytes = rows * row_bytes,
+          .row_bytes = row_bytes,
+          .rows = rows,
+          .bias = pointer<const std::byte>(bias),
+          .part_rows = rows / parts,
+          .scale = pointer<const std::byte>(scale),
+          .scale_expert_bytes = scale_expert_bytes,
+          .scale_row_bytes = scale_row_bytes,
+          .scale_block_rows = scale_block_rows,
+          .scale_part_rows = scale_part_rows,
+          .scale_shift = scale_shift,
+          .zero = pointer<const std::byte>(zero),
+          .global = pointer<const float>(global),
+          .global_parts = global_parts};
+}
+
+std::shared_ptr<moe::Plan> make_plan(std::shared_ptr<moe::Engine> engine, const moe::Matrix& w13,
+                                     const moe::Matrix& w2, int64_t experts, int64_t hidden,
+                                     int64_t intermediate, int32_t format, int32_t dtype,
+                                     int32_t activation, bool gated, bool interleaved, float alpha,
+                                     float beta, float limit, bool router_weight_on_input,
+                                     int64_t max_tokens, int64_t top_k) {
+  if (experts < 1 || hidden < 1 || intermediate < 1 || max_tokens < 1 || top_k < 1) {
+    throw std::invalid_argument("a plan needs positive sizes");
+  }
+  if (w13.rows != intermediate * (gated ? 2 : 1) || w2.rows != hidden) {
+    throw std::invalid_argument("the matrices' rows do not fit the layer's sizes");
+  }
+  const moe::Layer layer{
+      .w13 = w13,
+      .w2 = w2,
+      .experts = experts,
+      .hidden = hidden,
+      .intermediate = intermediate,
+      .format = checked_enum<moe::Format>(format, moe::kFormats, "format"),
+      .dtype = checked_enum<moe::Dtype>(dtype, moe::kDtypes, "dtype"),
+      .activation = checked_enum<moe::Activation>(activation, moe::kActivations, "activation"),
+      .gated = gated,
+      .interleaved = interleaved,
+      .alpha = alpha,
+      .beta = beta,
+      .limit = limit,
+      .router_weight_on_input = router_weight_on_input};
+  return std::make_shared<moe::Plan>(std::move(engine), layer, max_tokens, top_k);
+}
+
+void run(const moe::Plan& plan, Address x, Address ids, Address weights, int64_t tokens,
+         int64_t top_k, Address map, int64_t map_size, Address out, bool out_bf16, bool accumulate,
+         int64_t inner_begin, int64_t inner_end) {
+  if (tokens < 0 || top_k < 1) {
+    throw std::invalid_argument("a run needs tokens >= 0 and top_k >= 1");
+  }
+  if (inner_begin < 0 || inner_begin >= inner_end || inner_end > plan.layer().intermediate) {
+    throw std::invalid_argument("the part of the intermediate dimension is empty or out of range");
+  }
+  if (tokens == 0) return;
+  plan.run({.x = pointer<const void>(x),
+            .out = pointer<void>(out),
+            .out_bf16 = out_bf16,
+            .accumulate = accumulate,
+            .inner_begin = inner_begin,
+            .inner_end = inner_end},
+           {.ids = pointer<const int32_t>(ids),
+            .weights = pointer<const float>(weights),
+            .tokens = tokens,
+            .top_k = top_k,
+            .map = pointer<const int32_t>(map),
+            .map_size = map_size});
+}
+
+}  // namespace
+
+NB_MODULE(_engine, m) {
+  // Engines that live until the interpreter exits are ordinary.
+  nb::set_leak_warnings(false);
+
+  m.def("isas_available", [] {
+    std::vector<std::string> names;
+    for (const moe::Isa& isa : moe::available_isas()) names.emplace_back(isa.name);
+    return names;
+  });
+  m.def("physical_cores", [] {
+    nb::list cores;
+    for (const moe::Core& core : moe::physical_cores()) {
+      cores.append(nb::make_tuple(core.cpu, core.node));
+    }
+    return cores;
+  });
+
+  nb::class_<moe::Engine>(m, "Engine")
+      .def(nb::init<int, const std::string&>(), "threads"_a, "isa"_a)
+      .def_prop_ro("threads", &moe::Engine::threads)
+      .def_prop_ro("isa", [](const moe::Engine& engine) { return std::string(engine.isa().name); });
+
+  nb::class_<moe::Matrix>(m, "Matrix")
+      .def(nb::new_(&make_matrix), nb::kw_only(), "weight"_a, "rows"_a, "row_bytes"_a, "parts"_a,
+           "bias"_a, "scale"_a, "scale_expert_bytes"_a, "scale_row_bytes"_a, "scale_block_rows"_a,
+           "scale_part_rows"_a, "scale_shift"_a, "zero"_a, "global_scale"_a, "global_parts"_a);
+
+  nb::class_<moe::Plan>(m, "Plan")
+      .def(nb::new_(&make_plan), nb::kw_only(), "engine"_a, "w13"_a, "w2"_a, "experts"_a,
+           "hidden"_a, "intermediate"_a, "format"_a, "dtype"_a, "activation"_a, "gated"_a,
+           "interleaved"_a, "alpha"_a, "beta"_a, "limit"_a, "router_weight_on_input"_a,
+           "max_tokens"_a, "top_k"_a)
+      .def("run", &run, "x"_a, "ids"_a, "weights"_a, "tokens"_a, "top_k"_a, "map"_a, "map_size"_a,
+           "out"_a, "out_bf16"_a, "accumulate"_a, "inner_begin"_a, "inner_end"_a,
+           nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,86 @@
+// An engine (threads, kernels, scratch) and the plans made with it (one a layer's shard).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/pool.h"
+#include "engine/routing.h"
+#include "kernels/isa.h"
+#include "kernels/kernel.h"
+
+namespace moe {
+
+// Memory that the tasks of one call share. Sized to the largest plan of the engine.
+class Scratch {
+ public:
+  // Grows to at least `bytes`; what was there is lost. Throws std::bad_alloc.
+  void reserve(size_t bytes);
+  std::byte* data() const { return memory_.get(); }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const;
+  };
+  std::unique_ptr<std::byte[], Free> memory_;
+  size_t bytes_ = 0;
+};
+
+class Engine {
+ public:
+  // `threads` 0: one a physical core that the process may use. `isa` empty: the fastest there is.
+  Engine(int threads, const std::string& isa);
+
+  int threads() const { return pool_->threads(); }
+  const Isa& isa() const { return isa_; }
+
+ private:
+  friend class Plan;
+  const Isa& isa_;
+  std::shared_ptr<Pool> pool_;
+  // Guarded by the pool's mutex.
+  Scratch scratch_;
+  PairSorter pairs_;
+};
+
+// What one call computes besides its routing.
+struct Job {
+  const void* x;  // [T, H] in the layer's dtype
+  void* out;      // [T, H] float32, or bf16
+  bool out_bf16;
+  bool accumulate;      // add to `out`, which is float32 then
+  int64_t inner_begin;  // the part of the intermediate dimension to compute; b2 counts with the
+  int64_t inner_end;    // part that begins at 0
+};
+
+class Plan {
+ public:
+  // The layer's memory must outlive the plan. Batches of any size run, `max_tokens` at most (and
+  // fewer where scratch would pass its bound) sharing one pass over the weights.
+  Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_tokens, int64_t top_k);
+
+  // out (+)= the routed experts' weighted sum. Tokens without an expert in this shard get zeros, or
+  // keep `out` when accumulating.
+  // Throws std::invalid_argument (see check_routing) before anything is written.
+  void run(const Job& job, const Routing& routing) const;
+
+  const Layer& layer() const { return layer_; }
+
+ private:
+  void run_chunk(const Job& job, const Routing& routing, int64_t begin, int64_t end) const;
+
+  const std::shared_ptr<Engine> engine_;
+  const Layer layer_;
+  const Kernels& kernels_;
+  const int64_t top_k_;
+  int64_t x_stride_;
+  int64_t inner_stride_;
+  int64_t chunk_;  // tokens that share one pass
+  // Bytes into the scratch, where `Work::x` comes first.
+  int64_t inner_offset_;
+  int64_t sums_offset_;
+};
+
+}  // namespace moe

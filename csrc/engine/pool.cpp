@@ -1,0 +1,165 @@
+#include "engine/pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <stdexcept>
+#include <string>
+
+namespace moe {
+namespace {
+
+// Between two layers of one step little more than the attention passes, so a thread that watches
+// this long is mostly awake for the next call. Waking a sleeping one costs about as much.
+constexpr std::chrono::microseconds kSpin{100};
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Waits until `value` differs from `seen`: spins, then sleeps.
+void wait_for_change(const std::atomic<uint32_t>& value, uint32_t seen) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  for (int i = 0;; ++i) {
+    if (value.load(std::memory_order_acquire) != seen) return;
+    pause();
+    if (i % 64 == 63 && std::chrono::steady_clock::now() > deadline) break;
+  }
+  value.wait(seen, std::memory_order_acquire);
+}
+
+// Without the right to pin (a cpuset changed meanwhile) the thread runs where the kernel puts it.
+void pin(int cpu) {
+  const auto capacity = static_cast<size_t>(cpu) + 1;
+  cpu_set_t* mask = CPU_ALLOC(capacity);
+  if (mask == nullptr) return;
+  const size_t bytes = CPU_ALLOC_SIZE(capacity);
+  CPU_ZERO_S(bytes, mask);
+  CPU_SET_S(static_cast<size_t>(cpu), bytes, mask);
+  pthread_setaffinity_np(pthread_self(), bytes, mask);
+  CPU_FREE(mask);
+}
+
+}  // namespace
+
+Pool::Pool(const std::vector<Core>& cores, int threads)
+    : threads_(threads), owner_process_(getpid()) {
+  if (threads < 1 || threads > static_cast<int>(cores.size())) {
+    throw std::invalid_argument("an engine of " + std::to_string(threads) +
+                                " threads was asked for, and this process may use " +
+                                std::to_string(cores.size()) + " physical cores: ask for 1 to " +
+                                std::to_string(cores.size()) +
+                                ", or widen the process's CPU affinity");
+  }
+  shares_ = std::make_unique<Share[]>(static_cast<size_t>(kMaxPhases * threads));
+  workers_.reserve(static_cast<size_t>(threads) - 1);
+  for (int i = 1; i < threads; ++i) {
+    workers_.emplace_back([this, i, cpu = cores[static_cast<size_t>(i)].cpu] { worker(i, cpu); });
+  }
+}
+
+Pool::~Pool() {
+  if (!usable()) {
+    // The threads stayed in the parent: there is nothing to join.
+    for (std::thread& thread : workers_) thread.detach();
+    return;
+  }
+  stop_.store(true, std::memory_order_relaxed);
+  epoch_.fetch_add(1, std::memory_order_release);
+  epoch_.notify_all();
+  for (std::thread& thread : workers_) thread.join();
+}
+
+bool Pool::usable() const { return getpid() == owner_process_; }
+
+void Pool::require_usable() const {
+  if (!usable()) {
+    throw std::runtime_error(
+        "this CPU expert engine was made in another process and its threads did not follow the "
+        "fork: make an engine in this process, or start it with the spawn method");
+  }
+}
+
+void Pool::run(const Phase* phases, int count, const void* context) {
+  require_usable();
+  if (count > kMaxPhases) throw std::logic_error("too many phases for one run of the pool");
+  if (count == 0) return;
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  phases_ = phases;
+  phase_count_ = count;
+  context_ = context;
+  error_ = nullptr;
+  failed_.store(false, std::memory_order_relaxed);
+  for (int i = 0; i < count; ++i) {
+    for (int t = 0; t < threads_; ++t) {
+      Share& share = shares_[static_cast<size_t>(i * threads_ + t)];
+      share.next.store(phases[i].count * t / threads_, std::memory_order_relaxed);
+      share.end = phases[i].count * (t + 1) / threads_;
+    }
+  }
+  if (threads_ > 1) {
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+  }
+  work(0);
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Pool::worker(int index, int cpu) {
+  pin(cpu);
+  uint32_t seen = 0;
+  while (true) {
+    wait_for_change(epoch_, seen);
+    if (stop_.load(std::memory_order_relaxed)) return;
+    ++seen;
+    work(index);
+  }
+}
+
+void Pool::work(int index) {
+  // Copies: once the last barrier opens, the caller may already be writing the next call.
+  const Phase* const phases = phases_;
+  const int count = phase_count_;
+  for (int i = 0; i < count; ++i) {
+    for (int t = 0; t < threads_; ++t) {
+      run_share(phases[i], shares_[static_cast<size_t>(i * threads_ + (index + t) % threads_)]);
+    }
+    arrive_and_wait();
+  }
+}
+
+void Pool::run_share(const Phase& phase, Share& share) {
+  while (!failed_.load(std::memory_order_relaxed)) {
+    // Looking first keeps a finished share's line shared between the threads that look.
+    if (share.next.load(std::memory_order_relaxed) >= share.end) return;
+    const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
+    if (task >= share.end) return;
+    try {
+      phase.run(context_, task);
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(error_mutex_);
+      if (!error_) error_ = std::current_exception();
+      failed_.store(true, std::memory_order_relaxed);
+    }
+  }
+}
+
+void Pool::arrive_and_wait() {
+  if (threads_ == 1) return;
+  const uint32_t seen = barrier_.load(std::memory_order_acquire);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+    arrived_.store(0, std::memory_order_relaxed);
+    barrier_.fetch_add(1, std::memory_order_release);
+    barrier_.notify_all();
+  } else {
+    wait_for_change(barrier_, seen);
+  }
+}
+
+}  // namespace moe

@@ -1,0 +1,83 @@
+// A persistent, pinned thread pool that runs phases of tasks.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/topology.h"
+
+namespace moe {
+
+// `count` independent tasks: run(context, i) for each i in [0, count), in any order, by any thread.
+struct Phase {
+  int64_t count;
+  void (*run)(const void* context, int64_t task);
+};
+
+// The calling thread works too, so a pool of n threads starts n - 1, each pinned to a core of its
+// own; the first core is left to the caller, which is not pinned. Between calls the threads watch
+// for work briefly, then sleep: an idle pool uses no core.
+class Pool {
+ public:
+  // Throws std::invalid_argument unless 1 <= threads <= cores.size().
+  Pool(const std::vector<Core>& cores, int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  // Runs the phases one after another; a phase starts when every task of the one before has ended.
+  // Calls from several threads take turns. The first exception of a task is thrown here when all
+  // have ended (later phases are then skipped). Throws where the pool is not usable.
+  void run(const Phase* phases, int count, const void* context);
+
+  int threads() const { return threads_; }
+  // False in a process forked from the one that made the pool.
+  bool usable() const;
+  // Throws std::runtime_error where `usable` is false. To be called before taking the mutex, which
+  // a fork may have copied locked.
+  void require_usable() const;
+  // Held by `run`; whoever owns memory that tasks use takes it to change that memory.
+  std::recursive_mutex& mutex() { return mutex_; }
+
+ private:
+  // A thread's own share of a phase: neighbouring tasks, which mostly read neighbouring memory.
+  // Who has finished takes from the shares of others.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  void worker(int index, int cpu);
+  void work(int index);
+  void run_share(const Phase& phase, Share& share);
+  void arrive_and_wait();
+
+  static constexpr int kMaxPhases = 4;
+
+  const int threads_;
+  const int64_t owner_process_;
+  std::recursive_mutex mutex_;
+  std::vector<std::thread> workers_;
+
+  // The call in progress: written by the caller before `epoch_` changes.
+  const Phase* phases_ = nullptr;
+  int phase_count_ = 0;
+  const void* context_ = nullptr;
+  std::exception_ptr error_;
+  std::mutex error_mutex_;
+
+  // Apart from each other, so that a waiting thread's line is not taken by another's counter.
+  alignas(64) std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<uint32_t> barrier_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  std::unique_ptr<Share[]> shares_;  // [kMaxPhases][threads]
+  alignas(64) std::atomic<bool> failed_{false};
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace moe

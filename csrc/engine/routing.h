@@ -1,0 +1,47 @@
+// Sorts a batch's (token, expert) pairs by expert.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kernel.h"
+
+namespace moe {
+
+// What the router chose for a batch.
+struct Routing {
+  const int32_t* ids;    // [T, K], each -1 (nothing) or an expert's id
+  const float* weights;  // [T, K]
+  int64_t tokens;        // T
+  int64_t top_k;         // K
+  const int32_t* map;    // [map_size] id -> row of the shard or -1 (skip), or null: the id itself
+  int64_t map_size;
+};
+
+// Throws std::invalid_argument when an id is below -1 or has no entry in the map (without a map: is
+// not below `experts`), or when the map names a row that the shard does not have.
+void check_routing(const Routing& routing, int64_t experts);
+
+// Pairs grouped by shard row, rows ascending; within a group by token, then by k. The order is that
+// of the sums, and does not depend on anything but the batch.
+class PairSorter {
+ public:
+  // Room for `pairs` pairs over `experts` experts; never shrinks.
+  void reserve(int64_t pairs, int64_t experts);
+  // Sorts tokens [begin, end) of a checked routing; pair_token counts from `begin`.
+  void sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts);
+
+  const Group* groups() const { return groups_.data(); }
+  int64_t group_count() const { return group_count_; }
+  const int32_t* pair_token() const { return pair_token_.data(); }
+  const float* pair_weight() const { return pair_weight_.data(); }
+
+ private:
+  std::vector<int64_t> position_;  // [experts]
+  std::vector<Group> groups_;
+  std::vector<int32_t> pair_token_;
+  std::vector<float> pair_weight_;
+  int64_t group_count_ = 0;
+};
+
+}  // namespace moe

@@ -1,0 +1,19 @@
+// The CPUs this process may use, as the operating system describes them.
+#pragma once
+
+#include <vector>
+
+namespace moe {
+
+struct Core {
+  int cpu;   // the logical CPU to pin to: the first sibling the process may run on
+  int node;  // its NUMA node, 0 on a machine without NUMA
+};
+
+// One entry for each physical core in the process's affinity mask (which cpusets and containers
+// narrow), ordered by node, then by CPU. SMT siblings are left out: two threads of one core share
+// its load ports and gain nothing from a stream out of memory.
+// Where /sys does not tell, every allowed CPU counts as a core of node 0. Never empty.
+std::vector<Core> physical_cores();
+
+}  // namespace moe

@@ -1,0 +1,21 @@
+#include "kernels/avx2/vec.h"
+// vec.h comes first: the others are written over its V.
+#include "kernels/activation.h"
+#include "kernels/formats/bytes.h"
+// After the formats.
+#include "kernels/body.h"
+
+namespace moe::avx2 {
+
+const Kernels* bytes(Format format) {
+  switch (format) {
+    case Format::kFp8:
+      return &kKernels<Bytes<Format::kFp8>>;
+    case Format::kInt8:
+      return &kKernels<Bytes<Format::kInt8>>;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace moe::avx2

@@ -1,0 +1,347 @@
+// The kernels, written once over the vector type V of an instruction set and the weights type W of
+// a format. A translation unit includes its set's vec.h, the formats it instantiates, activation.h
+// and this file.
+//
+// Everything is in an anonymous namespace, and nothing from the C++ library is called: an inline
+// function with external linkage, compiled here under -mavx2, could be the copy that the linker
+// keeps for callers which run on any CPU.
+#pragma once
+
+namespace {
+
+using moe::kRowBlock;
+using moe::kTokenBlock;
+
+constexpr int64_t kCacheLine = 64;
+
+inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Dot products of `kRows` weight rows with `kTokens` operand rows over [0, k_end).
+// Every weight is loaded and converted once for all the tokens, every operand once for all the
+// rows; several sums in flight hide the latency of the multiply-add. With kPrefetch, the weights
+// `ahead` bytes further on are fetched meanwhile.
+template <class W, int kRows, int kTokens, bool kPrefetch>
+inline void dot(const typename W::Row* rows, const typename W::Operand* const* x, int64_t k_end,
+                int64_t ahead, float* out, int64_t out_stride) {
+  constexpr int64_t kStep = W::kStep;
+  constexpr int kSums = kRows * kTokens >= 8 ? 1 : 8 / (kRows * kTokens);
+  // A pass of the loop reads whole cache lines of weights, so that it fetches each line once.
+  constexpr int kLines = static_cast<int>((kCacheLine + W::kStepBytes - 1) / W::kStepBytes);
+  constexpr int kUnroll = kSums > kLines ? kSums : kLines;
+  V::F sum[kSums][kRows][kTokens];
+  for (int u = 0; u < kSums; ++u)
+    for (int r = 0; r < kRows; ++r)
+      for (int t = 0; t < kTokens; ++t) sum[u][r][t] = V::zero();
+
+  int64_t k = 0;
+  for (; k + kUnroll * kStep <= k_end; k += kUnroll * kStep) {
+    if constexpr (kPrefetch) {
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const std::byte* next = W::address(rows[r], k) + ahead;
+#pragma GCC unroll 8
+        for (int64_t b = 0; b < kUnroll * W::kStepBytes; b += kCacheLine) {
+          __builtin_prefetch(next + b);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int u = 0; u < kUnroll; ++u) {
+      typename W::Weights w[kRows];
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) w[r] = W::load(rows[r], k + u * kStep);
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        const auto v = W::load_operand(x[t] + k + u * kStep);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          sum[u % kSums][r][t] = W::multiply_add(w[r], v, sum[u % kSums][r][t]);
+        }
+      }
+    }
+  }
+  for (; k < k_end; k += kStep) {
+    const int64_t left = min_of(kStep, k_end - k);
+    for (int r = 0; r < kRows; ++r) {
+      const auto w = left == kStep ? W::load(rows[r], k) : W::load_tail(rows[r], k, left);
+      for (int t = 0; t < kTokens; ++t) {
+        sum[0][r][t] = W::multiply_add(w, W::load_operand(x[t] + k), sum[0][r][t]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int t = 0; t < kTokens; ++t) {
+      for (int u = 1; u < kSums; ++u) sum[0][r][t] = V::add(sum[0][r][t], sum[u][r][t]);
+      out[t * out_stride + r] = V::sum(sum[0][r][t]);
+    }
+  }
+}
+
+// `rows` weight rows from `first`, `step` apart, times `tokens` operand rows: out[t][r], with
+// kRowBlock between tokens.
+//
+// Up to kStreamTokens tokens, memory is the limit: one row at a time is one sequential stream, the
+// pattern that hardware prefetchers follow best (four rows in step, a page apart, read at half the
+// speed on Zen 4). Above, a few rows stay in L1 while all the tokens pass over them.
+template <class W>
+struct Product {
+  const moe::Matrix& matrix;
+  int64_t expert;
+  int64_t k_begin;  // the columns that the operands stand for
+  int64_t k_count;
+  const typename W::Operand* const* x;
+  int64_t tokens;
+
+  void operator()(int64_t first, int64_t step, int64_t rows, float* out) const {
+    int64_t r = 0;
+    if (tokens > kStreamTokens) {
+      for (; r + V::kRows <= rows; r += V::kRows) {
+        over_tokens<V::kRows>(first + r * step, step, out + r);
+      }
+    }
+    for (; r < rows; ++r) over_tokens<1>(first + r * step, step, out + r);
+  }
+
+ private:
+  static constexpr int64_t kStreamTokens = 4;
+  // Enough for the latency of memory at the few bytes a cycle that a core gets of it.
+  static constexpr int64_t kAheadBytes = 2048;
+
+  template <int kRows>
+  void over_tokens(int64_t first, int64_t step, float* out) const {
+    typename W::Row row[kRows];
+    for (int r = 0; r < kRows; ++r) row[r] = W::row(matrix, expert, first + r * step, k_begin);
+    // Whole rows ahead: a task's next rows follow in memory, and so mostly do its next task's.
+    const int64_t group_bytes = kRows * step * matrix.row_bytes;
+    const int64_t ahead = (kAheadBytes + group_bytes - 1) / group_bytes * group_bytes;
+    int64_t t = 0;
+    if constexpr (kRows > 1) {
+      dot<W, kRows, 4, true>(row, x, k_count, ahead, out, kRowBlock);
+      for (t = 4; t + 4 <= tokens; t += 4) {
+        dot<W, kRows, 4, false>(row, x + t, k_count, 0, out + t * kRowBlock, kRowBlock);
+      }
+      rest<kRows, false>(row, t, 0, out);
+    } else {
+      for (; t + 4 <= tokens; t += 4) {
+        dot<W, kRows, 4, true>(row, x + t, k_count, ahead, out + t * kRowBlock, kRowBlock);
+      }
+      rest<kRows, true>(row, t, ahead, out);
+    }
+  }
+
+  // The last one to three tokens.
+  template <int kRows, bool kPrefetch>
+  void rest(const typename W::Row* row, int64_t t, int64_t ahead, float* out) const {
+    if (t + 2 <= tokens) {
+      dot<W, kRows, 2, kPrefetch>(row, x + t, k_count, ahead, out + t * kRowBlock, kRowBlock);
+      t += 2;
+    }
+    if (t < tokens) {
+      dot<W, kRows, 1, kPrefetch>(row, x + t, k_count, ahead, out + t * kRowBlock, kRowBlock);
+    }
+  }
+};
+
+inline float load_scalar(const std::byte* values, moe::Dtype dtype, int64_t index) {
+  switch (dtype) {
+    case moe::Dtype::kBf16:
+      return V::to_float(reinterpret_cast<const moe::Bf16*>(values)[index]);
+    case moe::Dtype::kFp16:
+      return V::to_float(reinterpret_cast<const moe::Fp16*>(values)[index]);
+    case moe::Dtype::kFp32:
+      break;
+  }
+  return reinterpret_cast<const float*>(values)[index];
+}
+
+// Bias rows `first`, `first + step`, ...; leaves `bias` as it is without one.
+inline void load_bias(const moe::Layer& layer, const moe::Matrix& matrix, int64_t expert,
+                      int64_t first, int64_t step, int64_t rows, float* bias) {
+  if (matrix.bias == nullptr) return;
+  for (int64_t r = 0; r < rows; ++r) {
+    bias[r] = load_scalar(matrix.bias, layer.dtype, expert * matrix.rows + first + r * step);
+  }
+}
+
+// Elements to operands, in the order that the format's weights are unpacked in, zeros after them.
+template <class W, class Element>
+inline void convert_rows(const Element* source, int64_t count, int64_t width, std::byte* x,
+                         int64_t x_stride) {
+  using Operand = typename W::Operand;
+  for (int64_t t = 0; t < count; ++t) {
+    const Element* from = source + t * width;
+    Operand* to = reinterpret_cast<Operand*>(x) + t * x_stride;
+    int64_t k = 0;
+    if constexpr (W::kDeinterleaved) {
+      for (; k + 2 * V::kWidth <= width; k += 2 * V::kWidth) {
+        const V::Pair halves = V::deinterleave({V::load(from + k), V::load(from + k + V::kWidth)});
+        V::store(to + k, halves.a);
+        V::store(to + k + V::kWidth, halves.b);
+      }
+    } else {
+      for (; k + V::kWidth <= width; k += V::kWidth) V::store(to + k, V::load(from + k));
+    }
+    for (int64_t i = k; i < x_stride; ++i) V::store_scalar(to + i, 0.0f);
+    for (; k < width; ++k) V::store_scalar(to + W::position(k), V::to_float(from[k]));
+  }
+}
+
+template <class W>
+void prepare(const moe::Layer& layer, const void* source, int64_t count, std::byte* x,
+             int64_t x_stride) {
+  const int64_t width = layer.hidden;
+  switch (layer.dtype) {
+    case moe::Dtype::kFp32:
+      return convert_rows<W>(static_cast<const float*>(source), count, width, x, x_stride);
+    case moe::Dtype::kFp16:
+      return convert_rows<W>(static_cast<const moe::Fp16*>(source), count, width, x, x_stride);
+    case moe::Dtype::kBf16:
+      return convert_rows<W>(static_cast<const moe::Bf16*>(source), count, width, x, x_stride);
+  }
+}
+
+// Both products of one block, [tokens][kRowBlock] each, and their biases.
+struct Block {
+  alignas(64) float gate[kTokenBlock * kRowBlock];
+  alignas(64) float up[kTokenBlock * kRowBlock];
+  alignas(64) float gate_bias[kRowBlock] = {};
+  alignas(64) float up_bias[kRowBlock] = {};
+};
+
+// The activated block over `gate`. Whole vectors are computed, beyond `rows` too.
+inline void activate_block(const moe::Work& work, int64_t first_pair, int64_t tokens, int64_t rows,
+                           Block& block) {
+  const moe::Layer& layer = *work.layer;
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float weight = layer.router_weight_on_input ? work.pair_weight[first_pair + t] : 1.0f;
+    const V::F scale = V::set(weight);
+    for (int64_t r = 0; r < rows; r += V::kWidth) {
+      float* at = block.gate + t * kRowBlock + r;
+      const V::F gate = V::fma(V::load(at), scale, V::load(block.gate_bias + r));
+      if (layer.gated) {
+        const float* up_at = block.up + t * kRowBlock + r;
+        const V::F up = V::fma(V::load(up_at), scale, V::load(block.up_bias + r));
+        V::store(at, activate(layer, gate, up));
+      } else {
+        V::store(at, activate_gate(layer, gate));
+      }
+    }
+  }
+}
+
+// Rows [row, row + rows) of both products of `tokens` tokens, activated.
+template <class Product>
+inline void up_block(const moe::Work& work, const Product& product, int64_t first_pair,
+                     int64_t tokens, int64_t row, int64_t rows, Block& block) {
+  const moe::Layer& layer = *work.layer;
+  const int64_t step = layer.interleaved ? 2 : 1;
+  const int64_t up_row = layer.interleaved ? 2 * row + 1 : layer.intermediate + row;
+  product(row * step, step, rows, block.gate);
+  load_bias(layer, layer.w13, product.expert, row * step, step, rows, block.gate_bias);
+  if (layer.gated) {
+    product(up_row, step, rows, block.up);
+    load_bias(layer, layer.w13, product.expert, up_row, step, rows, block.up_bias);
+  }
+  activate_block(work, first_pair, tokens, rows, block);
+}
+
+// Zeroes an inner row's elements past the last one.
+template <class W>
+inline void zero_padding(const moe::Work& work, typename W::Operand* inner) {
+  const int64_t count = work.inner_end - work.inner_begin;
+  for (int64_t k = count; k < work.inner_stride; ++k) {
+    V::store_scalar(inner + W::position(k), 0.0f);
+  }
+}
+
+inline void clear_sums(const moe::Work& work, int64_t begin, int64_t end) {
+  if (work.accumulate) return;
+  for (int64_t t = 0; t < work.tokens; ++t) {
+    for (int64_t h = begin; h < end; ++h) work.sums[t * work.layer->hidden + h] = 0.0f;
+  }
+}
+
+// Adds a block of w2's products, [tokens][kRowBlock], to the tokens' sums.
+inline void add_block(const moe::Work& work, int64_t expert, int64_t first_pair, int64_t tokens,
+                      int64_t row, int64_t rows, const float* block) {
+  const moe::Layer& layer = *work.layer;
+  alignas(64) float bias[kRowBlock] = {};
+  if (work.inner_begin == 0) load_bias(layer, layer.w2, expert, row, 1, rows, bias);
+  for (int64_t i = 0; i < tokens; ++i) {
+    const int64_t pair = first_pair + i;
+    const float weight = layer.router_weight_on_input ? 1.0f : work.pair_weight[pair];
+    float* sums = work.sums + work.pair_token[pair] * layer.hidden + row;
+    for (int64_t r = 0; r < rows; ++r) sums[r] += weight * (block[i * kRowBlock + r] + bias[r]);
+  }
+}
+
+inline void round_sums(const moe::Work& work, int64_t begin, int64_t end) {
+  if (work.rounded == nullptr) return;
+  const int64_t width = work.layer->hidden;
+  for (int64_t t = 0; t < work.tokens; ++t) {
+    for (int64_t h = begin; h < end; ++h) {
+      work.rounded[t * width + h] = V::to_bf16(work.sums[t * width + h]);
+    }
+  }
+}
+
+template <class W>
+void up(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end) {
+  using Operand = typename W::Operand;
+  const moe::Layer& layer = *work.layer;
+  Block block;
+  const Operand* x[kTokenBlock];
+  for (int64_t t = 0; t < group.count; t += kTokenBlock) {
+    const int64_t tokens = min_of(kTokenBlock, group.count - t);
+    const int64_t pair = group.begin + t;
+    for (int64_t i = 0; i < tokens; ++i) {
+      x[i] = reinterpret_cast<const Operand*>(work.x) + work.pair_token[pair + i] * work.x_stride;
+    }
+    const Product<W> product{layer.w13, group.expert, 0, layer.hidden, x, tokens};
+    for (int64_t row = begin; row < end; row += kRowBlock) {
+      const int64_t rows = min_of(kRowBlock, end - row);
+      up_block(work, product, pair, tokens, row, rows, block);
+      for (int64_t i = 0; i < tokens; ++i) {
+        Operand* inner = reinterpret_cast<Operand*>(work.inner) + (pair + i) * work.inner_stride;
+        if (row + rows == work.inner_end) zero_padding<W>(work, inner);
+        for (int64_t r = 0; r < rows; ++r) {
+          V::store_scalar(inner + W::position(row - work.inner_begin + r),
+                          block.gate[i * kRowBlock + r]);
+        }
+      }
+    }
+  }
+}
+
+template <class W>
+void down(const moe::Work& work, int64_t begin, int64_t end) {
+  using Operand = typename W::Operand;
+  const moe::Layer& layer = *work.layer;
+  alignas(64) float block[kTokenBlock * kRowBlock];
+  const Operand* inner[kTokenBlock];
+  clear_sums(work, begin, end);
+  for (int64_t g = 0; g < work.group_count; ++g) {
+    const moe::Group& group = work.groups[g];
+    for (int64_t t = 0; t < group.count; t += kTokenBlock) {
+      const int64_t tokens = min_of(kTokenBlock, group.count - t);
+      const int64_t pair = group.begin + t;
+      for (int64_t i = 0; i < tokens; ++i) {
+        inner[i] = reinterpret_cast<const Operand*>(work.inner) + (pair + i) * work.inner_stride;
+      }
+      const Product<W> product{
+          layer.w2, group.expert, work.inner_begin, work.inner_end - work.inner_begin,
+          inner,    tokens};
+      for (int64_t row = begin; row < end; row += kRowBlock) {
+        const int64_t rows = min_of(kRowBlock, end - row);
+        product(row, 1, rows, block);
+        add_block(work, group.expert, pair, tokens, row, rows, block);
+      }
+    }
+  }
+  round_sums(work, begin, end);
+}
+
+template <class W>
+constexpr moe::Kernels kKernels{sizeof(typename W::Operand), prepare<W>, up<W>, down<W>};
+
+}  // namespace

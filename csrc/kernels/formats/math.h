@@ -1,0 +1,51 @@
+// How floats multiply, and where a row's scales are. Include after the instruction set's vec.h.
+#pragma once
+
+namespace {
+
+inline const std::byte* weight_row(const moe::Matrix& m, int64_t expert, int64_t index) {
+  return m.weight + expert * m.expert_bytes + index * m.row_bytes;
+}
+
+inline const std::byte* scale_row(const moe::Matrix& m, int64_t expert, int64_t index) {
+  const int64_t part = index >= m.part_rows ? 1 : 0;
+  const int64_t block = (index - part * m.part_rows) / m.scale_block_rows;
+  return m.scale + expert * m.scale_expert_bytes +
+         (part * m.scale_part_rows + block) * m.scale_row_bytes;
+}
+
+// Weights loaded as one vector of floats, by float operands in their natural order.
+struct FloatMath {
+  using Operand = float;
+  using Weights = V::F;
+  static constexpr int64_t kStep = V::kWidth;
+  static constexpr bool kDeinterleaved = false;
+  static V::F load_operand(const float* x) { return V::load(x); }
+  static V::F multiply_add(V::F weights, V::F x, V::F sum) { return V::fma(weights, x, sum); }
+  static int64_t position(int64_t k) { return k; }
+};
+
+// Weights loaded as two vectors.
+struct PairMath {
+  using Operand = float;
+  using Weights = V::Pair;
+  static constexpr int64_t kStep = 2 * V::kWidth;
+  static constexpr bool kDeinterleaved = false;
+  static V::Pair load_operand(const float* x) { return {V::load(x), V::load(x + V::kWidth)}; }
+  static V::F multiply_add(V::Pair weights, V::Pair x, V::F sum) {
+    return V::fma(weights.b, x.b, V::fma(weights.a, x.a, sum));
+  }
+  static int64_t position(int64_t k) { return k; }
+};
+
+// Two weights a byte: the low nibbles, which have even k, are one vector, the high nibbles the
+// other. Operands are stored in that order, so that unpacking shuffles nothing.
+struct NibbleMath : PairMath {
+  static constexpr bool kDeinterleaved = true;
+  static int64_t position(int64_t k) {
+    const int64_t within = k % kStep;
+    return k - within + within / 2 + within % 2 * V::kWidth;
+  }
+};
+
+}  // namespace

@@ -1,0 +1,20 @@
+"""Serve mixture-of-experts models bigger than GPU memory with stock vLLM."""
+
+from vllm_moe_offload.config import OffloadConfig, moe_offload_args
+from vllm_moe_offload.errors import (
+    ConfigError,
+    InactiveError,
+    MemoryShortError,
+    OffloadError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "ConfigError",
+    "InactiveError",
+    "MemoryShortError",
+    "OffloadConfig",
+    "OffloadError",
+    "UnsupportedError",
+    "moe_offload_args",
+]

@@ -1,0 +1,172 @@
+"""The demonstration: the same prompts with and without offload, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_moe_offload.config import OffloadConfig
+from vllm_moe_offload.errors import ConfigError
+
+MODEL = Path("models/demo-moe")
+PROMPTS = [
+    "To change the settings of your printer,",
+    "In most cases, the default",
+    "Before you upgrade the system,",
+]
+_KIB = 2**10
+_MIB = 2**20
+
+
+class DemoError(Exception):
+    """The demonstration cannot run; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. `stats`: the counters of the offloaded layers, None for stock vLLM."""
+
+    tokens: list[list[int]]
+    seconds: float
+    start_seconds: float
+    stats: dict[str, Any] | None
+
+    @property
+    def count(self) -> int:
+        """Tokens generated."""
+        return sum(map(len, self.tokens))
+
+
+def run(
+    console: Console,
+    *,
+    model: Path,
+    prompts: list[str],
+    slots: int | None,
+    max_tokens: int,
+    policy: str,
+) -> bool:
+    """Show both runs and a table; True when they generated the same tokens."""
+    settings_file = model / "config.json"
+    if not settings_file.is_file():
+        raise DemoError(
+            f"no model in {model}: run this in a checkout of the repository, or name a folder "
+            "with --model"
+        )
+    if slots is None:
+        slots = max(1, _num_experts(settings_file) // 4)
+    settings = {"mode": "cache", "slots_per_layer": slots, "policy": policy}
+    try:
+        OffloadConfig.parse(settings)
+    except ConfigError as error:
+        raise DemoError(str(error)) from None
+
+    console.rule(f"{model.name} with {slots} slots a layer, the other experts in host memory")
+    console.print("starting vLLM ...", style="dim")
+    ours = _in_a_process(model, prompts, max_tokens, settings, print_text=True)
+    console.rule("the same prompts without offload")
+    console.print("starting vLLM ...", style="dim")
+    stock = _in_a_process(model, prompts, max_tokens, None, print_text=False)
+    console.print(_table(ours, stock))
+    same = ours.tokens == stock.tokens
+    if same:
+        console.print(
+            f"[bold green]same tokens[/]: all {ours.count} generated tokens are those of vLLM "
+            "without offload"
+        )
+    else:
+        pairs = zip(ours.tokens, stock.tokens, strict=True)
+        differing = ", ".join(str(number) for number, (a, b) in enumerate(pairs, 1) if a != b)
+        console.print(f"[bold red]different tokens[/] after prompts {differing}")
+    return same
+
+
+def _num_experts(settings_file: Path) -> int:
+    settings = json.loads(settings_file.read_text())
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if isinstance(settings.get(name), int):
+            return int(settings[name])
+    raise DemoError(f"{settings_file} names no number of experts: give --slots")
+
+
+def _in_a_process(
+    model: Path,
+    prompts: list[str],
+    max_tokens: int,
+    settings: dict[str, Any] | None,
+    *,
+    print_text: bool,
+) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        order = {
+            "model": str(model),
+            "prompts": prompts,
+            "max_tokens": max_tokens,
+            "settings": settings,
+            "print_text": print_text,
+            "result": str(result),
+        }
+        with log.open("wb") as errors:
+            process = subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "vllm_moe_offload.integration.demo_run",
+                    json.dumps(order),
+                ],
+                env=_quiet_environment(),
+                stderr=errors,
+                check=False,
+            )
+        if process.returncode or not result.is_file():
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            raise DemoError(f"the run ended with code {process.returncode}:\n{tail}")
+        return Result(**json.loads(result.read_text()))
+
+
+def _quiet_environment() -> dict[str, str]:
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**quiet, **os.environ}
+
+
+def _table(ours: Result, stock: Result) -> Table:
+    assert ours.stats is not None
+    stats = ours.stats
+    layers = list(stats["layers"].values())
+    looked_up = stats["hits"] + stats["misses"]
+    table = Table(title=f"{len(layers)} layers, float32, batch 1")
+    table.add_column("")
+    table.add_column("with offload", justify="right")
+    table.add_column("without", justify="right")
+    table.add_row(
+        "experts on the device, a layer",
+        f"{layers[0]['slots']} of {layers[0]['experts']}",
+        f"{layers[0]['experts']} of {layers[0]['experts']}",
+    )
+    table.add_row("hits", f"{stats['hits']} ({stats['hits'] / max(looked_up, 1):.0%})", "-")
+    table.add_row("misses", f"{stats['misses']}", "-")
+    table.add_row(
+        "fetched a token", f"{stats['bytes_fetched'] / max(ours.count, 1) / _KIB:.0f} KiB", "-"
+    )
+    table.add_row(
+        "experts in device memory",
+        f"{stats['device_bytes'] / _MIB:.1f} MiB",
+        f"{stats['host_bytes'] / _MIB:.1f} MiB",
+    )
+    table.add_row("experts in host memory", f"{stats['host_bytes'] / _MIB:.1f} MiB", "-")
+    table.add_row(
+        "tokens a second",
+        f"{ours.count / ours.seconds:.0f}",
+        f"{stock.count / stock.seconds:.0f}",
+    )
+    return table

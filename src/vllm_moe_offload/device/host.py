@@ -1,0 +1,60 @@
+"""The `host` device: slots are ordinary memory and a fetch is a memory copy.
+
+Used in vLLM's CPU build. Not a mock: tables, policies, waves and lanes run through it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import psutil
+import torch
+from typing_extensions import override
+
+from vllm_moe_offload.device.base import Device, SlotCache
+from vllm_moe_offload.experts import ExpertLayout
+from vllm_moe_offload.routing import Wave
+
+
+class HostSlotCache(SlotCache):
+    """Slots of one layer in ordinary memory; every call is done when it returns."""
+
+    def __init__(
+        self, layout: ExpertLayout, host: Mapping[str, torch.Tensor], num_slots: int
+    ) -> None:
+        self._host = {name: host[name] for name in layout.names}
+        self.tensors = layout.empty(num_slots)
+        num_experts = next(iter(self._host.values())).shape[0]
+        self.expert_map = torch.full((num_experts + 1,), -1, dtype=torch.int32)
+
+    @override
+    def fetch(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for name, source in self._host.items():
+            slots = self.tensors[name]
+            for expert, slot in pairs:
+                slots[slot].copy_(source[expert])
+
+    @override
+    def publish(self, wave: Wave) -> None:
+        self.expert_map.fill_(-1)
+        self.expert_map[list(wave.experts)] = torch.tensor(wave.slots, dtype=torch.int32)
+
+    @override
+    def release(self) -> None:
+        """Nothing to do: the lane has finished reading when it returns."""
+
+
+class HostDevice(Device):
+    """The CPU as the device."""
+
+    name = "host"
+
+    @override
+    def slot_cache(
+        self, layout: ExpertLayout, host: Mapping[str, torch.Tensor], num_slots: int
+    ) -> HostSlotCache:
+        return HostSlotCache(layout, host, num_slots)
+
+    @override
+    def free_memory(self) -> int:
+        return int(psutil.virtual_memory().available)

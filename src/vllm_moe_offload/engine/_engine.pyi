@@ -1,0 +1,69 @@
+"""The compiled engine. Addresses are those of CPU tensors, checked by `plan.py`."""
+
+def isas_available() -> list[str]: ...
+def physical_cores() -> list[tuple[int, int]]: ...
+
+class Engine:
+    def __init__(self, threads: int, isa: str) -> None: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+
+class Matrix:
+    def __init__(
+        self,
+        *,
+        weight: int,
+        rows: int,
+        row_bytes: int,
+        parts: int,
+        bias: int,
+        scale: int,
+        scale_expert_bytes: int,
+        scale_row_bytes: int,
+        scale_block_rows: int,
+        scale_part_rows: int,
+        scale_shift: int,
+        zero: int,
+        global_scale: int,
+        global_parts: int,
+    ) -> None: ...
+
+class Plan:
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        w13: Matrix,
+        w2: Matrix,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        format: int,
+        dtype: int,
+        activation: int,
+        gated: bool,
+        interleaved: bool,
+        alpha: float,
+        beta: float,
+        limit: float,
+        router_weight_on_input: bool,
+        max_tokens: int,
+        top_k: int,
+    ) -> None: ...
+    def run(
+        self,
+        x: int,
+        ids: int,
+        weights: int,
+        tokens: int,
+        top_k: int,
+        map: int,
+        map_size: int,
+        out: int,
+        out_bf16: bool,
+        accumulate: bool,
+        inner_begin: int,
+        inner_end: int,
+    ) -> None: ...

@@ -1,0 +1,109 @@
+"""The engine: threads, kernels and scratch, shared by the plans made with it."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+
+import torch
+
+from vllm_moe_offload.engine import _engine
+from vllm_moe_offload.engine.plan import ExpertPlan
+from vllm_moe_offload.experts import ExpertSpec
+
+ISA_VARIABLE = "VLLM_MOE_OFFLOAD_ISA"
+
+
+class CpuExpertEngine:
+    """A pool of pinned threads and the kernels of one instruction set.
+
+    Engines of one process with as many threads share one pool; calls take turns. Between calls the
+    threads watch for work for about 100 microseconds, then sleep. The thread that calls
+    `ExpertPlan.run` works too, so `threads` threads occupy `threads` cores.
+
+    An engine cannot be used in a forked child, which has none of the threads: make one there.
+
+    Args:
+        threads: How many, from 1 to the number of physical cores the process may use (its CPU
+            affinity counts, SMT siblings do not). None takes them all.
+        isa: An instruction set among `isas_available`. None takes the one that the environment
+            variable `VLLM_MOE_OFFLOAD_ISA` names, else the fastest.
+
+    Raises:
+        ValueError: More threads than cores, or an instruction set this host or build lacks; the
+            message lists what there is.
+    """
+
+    def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: ask for at least 1, or None for one a core")
+        name = isa if isa is not None else os.environ.get(ISA_VARIABLE, "")
+        self._native: _engine.Engine | None = _engine.Engine(threads or 0, name)
+        self._plans: weakref.WeakSet[ExpertPlan] = weakref.WeakSet()
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute, the caller's included."""
+        return self._open().threads
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return self._open().isa
+
+    @property
+    def isas_available(self) -> tuple[str, ...]:
+        """Instruction sets this build has and this host runs, the slowest first."""
+        return tuple(_engine.isas_available())
+
+    def plan(
+        self,
+        spec: ExpertSpec,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_tokens: int,
+        top_k: int,
+    ) -> ExpertPlan:
+        """Prepares to compute one layer's shard; allocates everything `ExpertPlan.run` needs.
+
+        Args:
+            spec: What one expert computes.
+            tensors: The shard's weights by `spec.layout`'s names, each ``[N, *shape]``, on the CPU
+                and contiguous. They are read in place: the plan keeps them alive, and what is
+                written into them between runs counts in the next.
+            max_tokens: The batch size to size scratch for. Larger batches run too, in chunks.
+            top_k: The most experts a token is routed to.
+
+        Raises:
+            ValueError: A tensor is missing, unknown, or not as described.
+        """
+        plan = ExpertPlan(self._open(), spec, tensors, max_tokens=max_tokens, top_k=top_k)
+        self._plans.add(plan)
+        return plan
+
+    def close(self) -> None:
+        """Ends the threads (those no other engine shares) and frees scratch and plans.
+
+        May be called twice. A later use of the engine or its plans raises RuntimeError.
+        """
+        for plan in list(self._plans):
+            plan.close()
+        self._native = None
+
+    def __enter__(self) -> CpuExpertEngine:
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self) -> _engine.Engine:
+        if self._native is None:
+            raise RuntimeError("this CPU expert engine is closed: make another")
+        return self._native

@@ -1,0 +1,174 @@
+"""One layer's shard, checked and ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from vllm_moe_offload.engine import _engine, native
+from vllm_moe_offload.experts import ExpertSpec
+
+
+class ExpertPlan:
+    """Computes routed experts of one shard; made by `CpuExpertEngine.plan`.
+
+    Products accumulate in float32. The activated intermediate rows stay float32 too, except where
+    the instruction set multiplies bf16 (avx512_bf16 with bf16 weights, amx): there they are rounded
+    to bf16. Sums run in a fixed order: the result does not depend on the thread count.
+    """
+
+    def __init__(
+        self,
+        engine: _engine.Engine,
+        spec: ExpertSpec,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_tokens: int,
+        top_k: int,
+    ) -> None:
+        if max_tokens < 1 or top_k < 1:
+            raise ValueError(
+                f"a plan needs max_tokens and top_k of at least 1, got max_tokens={max_tokens}, "
+                f"top_k={top_k}"
+            )
+        self._experts = _check_tensors(spec, tensors)
+        self._spec = spec
+        self._tensors = dict(tensors)
+        self._dtype = spec.activation_dtype
+        if self._dtype not in native.DTYPES:
+            raise ValueError(
+                f"activations of {self._dtype} are not supported "
+                f"(supported: {', '.join(map(str, native.DTYPES))})"
+            )
+        self._native: _engine.Plan | None = native.make_plan(
+            engine, spec, tensors, max_tokens=max_tokens, top_k=top_k
+        )
+
+    @property
+    def spec(self) -> ExpertSpec:
+        """What one expert computes."""
+        return self._spec
+
+    @property
+    def experts(self) -> int:
+        """N: experts (or slots) in this shard."""
+        return self._experts
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        expert_map: torch.Tensor | None = None,
+        accumulate: bool = False,
+        intermediate: tuple[int, int] | None = None,
+    ) -> None:
+        """Writes into `out` the weighted sum of each token's experts that this shard holds.
+
+        Allocates no scratch and releases the GIL. All tensors are on the CPU and contiguous.
+
+        Args:
+            x: ``[T, H]`` in the layer's dtype; any T, 0 included.
+            topk_ids: ``[T, K]`` int32; an id may repeat, and -1 contributes nothing.
+            topk_weights: ``[T, K]`` float32.
+            out: ``[T, H]`` float32 or bfloat16. A row without an expert here becomes zero.
+            expert_map: int32, id to row of the shard, or -1 for an expert that is not here and
+                contributes nothing. None: an id is the row.
+            accumulate: Add to `out`, which is float32 then, instead of overwriting it.
+            intermediate: Compute only this part of the intermediate dimension, and the partial sum
+                it gives: (begin, end), multiples of the format's group of columns (of 128 for
+                FP8_BLOCK; the end may be the dimension's own). w2's bias counts with the part
+                that begins at 0. None: all of it.
+
+        Raises:
+            ValueError: A tensor is not as described, or an id or a map entry is out of range;
+                `out` is then untouched.
+            RuntimeError: The engine is closed, or was made before a fork.
+        """
+        if self._native is None:
+            raise RuntimeError(
+                "this plan's CPU expert engine is closed: make another and plan again"
+            )
+        tokens = x.shape[0]
+        top_k = topk_ids.shape[-1]
+        _check("x", x, (tokens, self._spec.hidden), self._dtype)
+        _check("topk_ids", topk_ids, (tokens, top_k), torch.int32)
+        _check("topk_weights", topk_weights, (tokens, top_k), torch.float32)
+        out_dtype = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32
+        _check("out", out, (tokens, self._spec.hidden), out_dtype)
+        if accumulate and out_dtype != torch.float32:
+            raise ValueError("out is torch.bfloat16, and only float32 sums are added to")
+        begin, end = self._part(intermediate)
+        if expert_map is not None:
+            _check("expert_map", expert_map, (expert_map.numel(),), torch.int32)
+        if tokens == 0 or top_k == 0:
+            if not accumulate:
+                out.zero_()
+            return
+        self._native.run(
+            x.data_ptr(),
+            topk_ids.data_ptr(),
+            topk_weights.data_ptr(),
+            tokens,
+            top_k,
+            0 if expert_map is None else expert_map.data_ptr(),
+            0 if expert_map is None else expert_map.numel(),
+            out.data_ptr(),
+            out_dtype == torch.bfloat16,
+            accumulate,
+            begin,
+            end,
+        )
+
+    def _part(self, intermediate: tuple[int, int] | None) -> tuple[int, int]:
+        size = self._spec.intermediate
+        if intermediate is None:
+            return 0, size
+        begin, end = intermediate
+        multiple = native.column_multiple(self._spec)
+        if not 0 <= begin < end <= size or begin % multiple or (end % multiple and end != size):
+            raise ValueError(
+                f"intermediate={intermediate} is not a part of 0 to {size} in multiples of "
+                f"{multiple}, the columns that share a scale"
+            )
+        return begin, end
+
+    def close(self) -> None:
+        """Lets go of the engine and of the weights; a later `run` raises RuntimeError."""
+        self._native = None
+        self._tensors = {}
+
+
+def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, {dtype} is needed: convert it with .to()")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, {shape} is needed")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} is on {tensor.device}, the engine reads the CPU's memory: copy it"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}: make it contiguous")
+
+
+def _check_tensors(spec: ExpertSpec, tensors: Mapping[str, torch.Tensor]) -> int:
+    """The number of experts; raises ValueError unless the tensors are `spec.layout`'s."""
+    needed = spec.layout.names
+    missing = [name for name in needed if name not in tensors]
+    unknown = [name for name in tensors if name not in needed]
+    if missing or unknown:
+        raise ValueError(
+            f"the shard's tensors are {sorted(tensors)}; {spec} needs {sorted(needed)}"
+            + (f"; missing: {missing}" if missing else "")
+            + (f"; not part of it: {unknown}" if unknown else "")
+        )
+    experts = tensors[needed[0]].shape[0] if tensors[needed[0]].dim() else 0
+    if experts < 1:
+        raise ValueError(f"{needed[0]} holds no expert: its first dimension must count at least 1")
+    for part in spec.layout.tensors:
+        _check(part.name, tensors[part.name], (experts, *part.shape), part.dtype)
+    return experts

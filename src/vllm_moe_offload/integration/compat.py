@@ -1,0 +1,34 @@
+"""Which vLLM versions this package knows, and every difference between them.
+
+Between the oldest and the newest the places used here have the same names and signatures
+(tests/contract holds them to that), so this file has little to say.
+"""
+
+from __future__ import annotations
+
+import vllm
+
+from vllm_moe_offload.errors import UnsupportedError
+
+OLDEST = (0, 24)
+NEWEST = (0, 33)
+
+
+def check_version(version: str = vllm.__version__) -> None:
+    """Raise UnsupportedError, with the numbers, for a vLLM outside of the known range."""
+    try:
+        major, minor = (int(part) for part in version.split(".")[:2])
+    except ValueError:
+        raise UnsupportedError(
+            f"vLLM calls itself version {version!r}, which is no release number: "
+            f"vllm-moe-offload works with releases {_range()}"
+        ) from None
+    if not OLDEST <= (major, minor) <= NEWEST:
+        raise UnsupportedError(
+            f"vLLM {version} is not one vllm-moe-offload knows: it works with {_range()}. "
+            "Install one of those, or remove the moe_offload settings"
+        )
+
+
+def _range() -> str:
+    return ".".join(map(str, OLDEST)) + " to " + ".".join(map(str, NEWEST))

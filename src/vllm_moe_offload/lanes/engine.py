@@ -1,0 +1,36 @@
+"""A lane of the CPU expert engine: over slots on the host device, over host memory otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import ExpertSpec
+
+
+class EngineLane:
+    """Computes the experts of `tensors` (name -> ``[N, ...]``) on the CPU; a `lanes.base.Lane`."""
+
+    def __init__(
+        self,
+        engine: CpuExpertEngine,
+        spec: ExpertSpec,
+        tensors: Mapping[str, torch.Tensor],
+        top_k: int,
+        max_tokens: int,
+    ) -> None:
+        self._plan = engine.plan(spec, tensors, max_tokens=max_tokens, top_k=top_k)
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        out: torch.Tensor,
+        accumulate: bool,
+    ) -> None:
+        """As `lanes.base.Lane.compute`."""
+        self._plan.run(x, topk_ids, topk_weights, out, expert_map=expert_map, accumulate=accumulate)

@@ -1,0 +1,77 @@
+"""How many slots each layer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_moe_offload.errors import ConfigError, MemoryShortError
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What sizing needs to know of a layer. `expert_bytes`: bytes of one expert."""
+
+    name: str
+    num_experts: int
+    expert_bytes: int
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """Slots of each layer, in order. `fits`: every expert of every layer has its own slot."""
+
+    slots: tuple[int, ...]
+    fits: bool
+
+
+def plan_slots(
+    layers: Sequence[LayerShape],
+    *,
+    slots_per_layer: int | None,
+    budget_bytes: int | None,
+) -> SlotPlan:
+    """The same number of slots for every layer: given, or as many as `budget_bytes` holds.
+
+    Give one of the two. A layer that has a slot for each expert leaves the rest of the budget to
+    the others. Raises ConfigError when more slots are asked for than a layer has experts,
+    MemoryShortError when the budget does not hold one slot for each layer.
+    """
+    if (slots_per_layer is None) == (budget_bytes is None):
+        raise ValueError("give slots_per_layer or budget_bytes, one of them")
+    if slots_per_layer is not None:
+        for layer in layers:
+            if slots_per_layer > layer.num_experts:
+                raise ConfigError(
+                    f"slots_per_layer={slots_per_layer}, but {layer.name} has "
+                    f"{layer.num_experts} experts: give at most {layer.num_experts}"
+                )
+        slots = [slots_per_layer for _ in layers]
+    else:
+        assert budget_bytes is not None
+        slots = _fill(layers, budget_bytes)
+    fits = all(n == layer.num_experts for n, layer in zip(slots, layers, strict=True))
+    return SlotPlan(tuple(slots), fits)
+
+
+def _fill(layers: Sequence[LayerShape], budget_bytes: int) -> list[int]:
+    one_each = sum(layer.expert_bytes for layer in layers)
+    if budget_bytes < one_each:
+        raise MemoryShortError(
+            f"{budget_bytes / _GIB:.4f} GiB for slots do not hold one expert for each of "
+            f"{len(layers)} layers, which needs {one_each / _GIB:.4f} GiB: give more with "
+            "gpu_memory_gib, or use mode='cpu', which needs no slots"
+        )
+    slots = [0 for _ in layers]
+    left = budget_bytes
+    while growing := [i for i, layer in enumerate(layers) if slots[i] < layer.num_experts]:
+        row = sum(layers[i].expert_bytes for i in growing)
+        rows = min(left // row, min(layers[i].num_experts - slots[i] for i in growing))
+        if not rows:
+            break
+        for i in growing:
+            slots[i] += rows
+        left -= rows * row
+    return slots

@@ -1,0 +1,201 @@
+"""What the plugin leans on in vLLM, read off vLLM's source without importing it.
+
+`NEEDED` lists, file by file and class by class ("" for the module itself), the methods with the
+parameters they are called with, and the fields that are read. `record` finds them in a source
+tree; `missing` says what a recorded surface lacks. Record a release with::
+
+    python -m tests.contract.surface SITE_PACKAGES VERSION
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RECORDED = Path(__file__).with_name("surfaces")
+Surface = dict[str, dict[str, dict[str, Any]]]
+
+NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
+    # A list: a function that takes these parameters. None: a field, constant or property.
+    "vllm/plugins/__init__.py": {"": {"load_general_plugins": []}},
+    "vllm/engine/arg_utils.py": {"EngineArgs": {"create_engine_config": ["self"]}},
+    "vllm/v1/worker/worker_base.py": {
+        "WorkerWrapperBase": {"__getattr__": ["self", "attr"], "vllm_config": None, "worker": None}
+    },
+    "vllm/v1/worker/gpu_worker.py": {"Worker": {"load_model": ["self", "load_dummy_weights"]}},
+    "vllm/model_executor/custom_op.py": {
+        "": {"op_registry_oot": None},
+        "PluggableLayer": {"__new__": ["cls"]},
+    },
+    "vllm/model_executor/layers/fused_moe/routed_experts.py": {
+        "RoutedExperts": {
+            "__init__": ["self", "layer_name", "params_dtype", "moe_config", "quant_config"],
+            "_get_quant_method": ["self", "prefix", "quant_config", "moe_config"],
+            "forward_modular": [
+                "self",
+                "x",
+                "topk_weights",
+                "topk_ids",
+                "shared_experts",
+                "shared_experts_input",
+            ],
+            "layer_name": None,
+            "moe_config": None,
+            "params_dtype": None,
+            "quant_method": None,
+            "top_k": None,
+            "global_num_experts": None,
+            "apply_router_weight_on_input": None,
+            "swiglu_limit": None,
+            "swiglu_alpha": None,
+            "swiglu_beta": None,
+        }
+    },
+    "vllm/model_executor/layers/fused_moe/runner/moe_runner.py": {
+        "MoERunner": {"routed_experts": None}
+    },
+    "vllm/model_executor/layers/fused_moe/config.py": {
+        "FusedMoEConfig": {
+            "hidden_dim": None,
+            "intermediate_size_per_partition": None,
+            "activation": None,
+            "has_bias": None,
+        }
+    },
+    "vllm/model_executor/layers/fused_moe/fused_moe_method_base.py": {
+        "FusedMoEMethodBase": {"is_monolithic": None}
+    },
+    "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": {
+        "UnquantizedFusedMoEMethod": {"process_weights_after_loading": ["self", "layer"]}
+    },
+    "vllm/forward_context.py": {
+        "": {"get_forward_context": [], "is_forward_context_available": []},
+        "ForwardContext": {"no_compile_layers": None, "slot_mapping": None},
+    },
+    "vllm/config/parallel.py": {
+        "ParallelConfig": {
+            "enable_expert_parallel": None,
+            "enable_eplb": None,
+            "use_ubatching": None,
+            "tensor_parallel_size": None,
+            "pipeline_parallel_size": None,
+            "data_parallel_size": None,
+        }
+    },
+    "vllm/config/model.py": {"ModelConfig": {"enable_sleep_mode": None}},
+    "vllm/config/offload.py": {
+        "UVAOffloadConfig": {"cpu_offload_gb": None},
+        "PrefetchOffloadConfig": {"offload_group_size": None},
+        "OffloadConfig": {"uva": None, "prefetch": None},
+    },
+    "vllm/config/vllm.py": {
+        "VllmConfig": {
+            "additional_config": None,
+            "lora_config": None,
+            "offload_config": None,
+            "parallel_config": None,
+            "model_config": None,
+            "scheduler_config": None,
+        }
+    },
+    "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},
+}
+# Names that must not be there: the plugin adds them and would hide vLLM's own.
+ABSENT = {"vllm/v1/worker/worker_base.py": {"WorkerWrapperBase": ["load_model"]}}
+
+
+def record(site_packages: Path) -> Surface:
+    """The needed (and the unwanted) names that this source tree has."""
+    surface: Surface = {}
+    for file, classes in NEEDED.items():
+        path = site_packages / file
+        tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+        surface[file] = {}
+        for owner, names in classes.items():
+            wanted = {*names, *ABSENT.get(file, {}).get(owner, [])}
+            body = tree.body if not owner else _class_body(tree, owner)
+            found = _definitions(body)
+            surface[file][owner] = {name: found[name] for name in sorted(wanted & set(found))}
+    return surface
+
+
+def missing(surface: Surface) -> list[str]:
+    """What is needed and not there, and what is there and must not be."""
+    problems = []
+    for file, classes in NEEDED.items():
+        for owner, names in classes.items():
+            found = surface.get(file, {}).get(owner, {})
+            for name, parameters in names.items():
+                where = f"{file}: {owner}.{name}"
+                if name not in found:
+                    problems.append(f"{where} is not there")
+                elif parameters is not None and found[name] is not None:
+                    lacking = [p for p in parameters if p not in found[name]]
+                    if lacking and not any(p.startswith("*") for p in found[name]):
+                        problems.append(f"{where} takes {found[name]}, not {lacking}")
+    for file, unwanted in ABSENT.items():
+        for owner, absent in unwanted.items():
+            problems += [
+                f"{file}: {owner}.{name} is there now"
+                for name in absent
+                if name in surface.get(file, {}).get(owner, {})
+            ]
+    return problems
+
+
+def _class_body(tree: ast.Module, name: str) -> list[ast.stmt]:
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node.body
+    return []
+
+
+def _definitions(body: list[ast.stmt]) -> dict[str, list[str] | None]:
+    """Functions with their parameters; properties, assigned names and ``self.x = ...`` as None."""
+    found: dict[str, list[str] | None] = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_property = any(
+                isinstance(d, ast.Name) and d.id in ("property", "cached_property")
+                for d in node.decorator_list
+            )
+            found[node.name] = None if is_property else _parameters(node.args)
+            for inner in ast.walk(node):
+                if (
+                    isinstance(inner, ast.Attribute)
+                    and isinstance(inner.ctx, ast.Store)
+                    and isinstance(inner.value, ast.Name)
+                    and inner.value.id == "self"
+                ):
+                    found.setdefault(inner.attr, None)
+                if (
+                    isinstance(inner, ast.AnnAssign)
+                    and isinstance(inner.target, ast.Attribute)
+                    and not inner.value
+                ):
+                    found.setdefault(inner.target.attr, None)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = None
+        elif isinstance(node, ast.Assign):
+            found.update({t.id: None for t in node.targets if isinstance(t, ast.Name)})
+    return found
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    if arguments.vararg:
+        names.append("*" + arguments.vararg.arg)
+    if arguments.kwarg:
+        names.append("**" + arguments.kwarg.arg)
+    return names
+
+
+if __name__ == "__main__":
+    root, version = Path(sys.argv[1]), sys.argv[2]
+    RECORDED.mkdir(exist_ok=True)
+    target = RECORDED / f"{version}.json"
+    target.write_text(json.dumps(record(root), indent=1) + "\n")
+    print(f"{target}: {missing(record(root)) or 'all there'}")

@@ -1,0 +1,110 @@
+"""Running vLLM in this process: the same prompts, generated from and read back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from vllm import LLM, SamplingParams, TokensPrompt
+
+CHUNK = 64  # tokens of one step: longer prompts are prefilled in several
+NEW_TOKENS = 12
+
+
+@contextmanager
+def engine(model: Path, *, dtype: str = "float32", **arguments: Any) -> Iterator[LLM]:
+    """A running engine over `model`; gone, with its memory, afterwards."""
+    llm = LLM(
+        str(model),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=CHUNK,
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+        seed=0,
+        **({"enforce_eager": True} | arguments),
+    )
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Batches of 1, 5 and 16 prompts; some are longer than a step's tokens."""
+
+    batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @classmethod
+    def draw(cls, vocabulary: int, seed: int = 1) -> Prompts:
+        rng = np.random.default_rng(seed)
+
+        def prompt(length: int) -> tuple[int, ...]:
+            return tuple(int(t) for t in rng.integers(3, vocabulary, length))
+
+        return cls(
+            (
+                (prompt(150),),
+                tuple(prompt(n) for n in (1, 7, 70, 20, 33)),
+                tuple(prompt(n) for n in rng.integers(2, 40, 16)),
+            )
+        )
+
+
+def greedy(llm: LLM, prompts: Prompts) -> list[list[int]]:
+    """The tokens that follow each prompt, batch by batch."""
+    parameters = SamplingParams(
+        temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False
+    )
+    return [
+        list(output.outputs[0].token_ids)
+        for batch in prompts.batches
+        for output in llm.generate(
+            [TokensPrompt(prompt_token_ids=list(p)) for p in batch], parameters, use_tqdm=False
+        )
+    ]
+
+
+def log_probabilities(llm: LLM, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """log p(token | those before it) of every token but the first of every sequence."""
+    parameters = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True
+    )
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=list(s)) for s in sequences], parameters, use_tqdm=False
+    )
+    values: list[float] = []
+    for sequence, output in zip(sequences, outputs, strict=True):
+        assert output.prompt_logprobs is not None
+        for token, entry in zip(sequence[1:], output.prompt_logprobs[1:], strict=True):
+            assert entry is not None
+            values.append(entry[token].logprob)
+    return np.array(values)
+
+
+def sequences_of(prompts: Prompts, continuations: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each prompt with what followed it."""
+    flat = [list(p) for batch in prompts.batches for p in batch]
+    return [p + list(c) for p, c in zip(flat, continuations, strict=True)]
+
+
+def stats(llm: LLM) -> dict[str, Any]:
+    """What the offloaded layers have done since the last reset."""
+    (result,) = llm.collective_rpc("moe_offload_stats")
+    return result
+
+
+def resize(llm: LLM, slots: int) -> None:
+    """Give every layer `slots` empty slots and start counting again."""
+    llm.collective_rpc("moe_offload_resize", args=(slots,))
+    llm.collective_rpc("moe_offload_reset_stats")

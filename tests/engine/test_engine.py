@@ -1,0 +1,255 @@
+"""Threads, instruction sets, life and death of an engine, and what it refuses."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+
+from tests.engine import oracle
+from tests.engine.shards import make_spec, random_batch, random_shard
+from vllm_moe_offload.engine import ISA_VARIABLE, CpuExpertEngine, ExpertPlan
+from vllm_moe_offload.experts import Activation, ExpertSpec, Format
+
+CORES = CpuExpertEngine().threads
+SPEC = ExpertSpec(72, 40, Activation.SILU, Format.FP32)
+
+
+def small_plan(engine: CpuExpertEngine, generator: torch.Generator) -> ExpertPlan:
+    return engine.plan(SPEC, random_shard(SPEC, 4, generator), max_tokens=16, top_k=2)
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+@pytest.mark.parametrize("format", list(Format), ids=lambda f: f.value)
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_result_does_not_depend_on_the_thread_count(
+    engine: CpuExpertEngine, generator: torch.Generator, format: Format, tokens: int
+) -> None:
+    spec = make_spec(333, 215, format, bias=True)
+    shard = random_shard(spec, 5, generator)
+    x, ids, weights = random_batch(spec, tokens, 3, (-1, 5), generator)
+    results = []
+    for threads in range(1, min(CORES, 4) + 1):
+        with CpuExpertEngine(threads, isa=engine.isa) as other:
+            out = torch.empty(x.shape)
+            other.plan(spec, shard, max_tokens=70, top_k=3).run(x, ids, weights, out)
+            results.append(out)
+    assert all(torch.equal(results[0], out) for out in results)
+
+
+def test_chunks_do_not_change_the_result(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    shard = random_shard(SPEC, 4, generator)
+    x, ids, weights = random_batch(SPEC, 50, 2, (0, 4), generator)
+    whole, chunked = torch.empty(x.shape), torch.empty(x.shape)
+    engine.plan(SPEC, shard, max_tokens=50, top_k=2).run(x, ids, weights, whole)
+    engine.plan(SPEC, shard, max_tokens=7, top_k=2).run(x, ids, weights, chunked)
+    assert oracle.relative_error(chunked, whole.double()) < 1e-6
+
+
+def test_isa_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa in CpuExpertEngine(1).isas_available:
+        monkeypatch.setenv(ISA_VARIABLE, isa)
+        assert CpuExpertEngine(1).isa == isa
+    monkeypatch.delenv(ISA_VARIABLE)
+    assert CpuExpertEngine(1).isa == CpuExpertEngine(1).isas_available[-1]
+
+
+def test_unknown_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"'sse9' is not available on this host \(it has: scalar"):
+        CpuExpertEngine(1, isa="sse9")
+    monkeypatch.setenv(ISA_VARIABLE, "sse9")
+    with pytest.raises(ValueError, match="sse9"):
+        CpuExpertEngine(1)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000])
+def test_impossible_thread_counts_are_refused(threads: int) -> None:
+    with pytest.raises(ValueError, match=re.escape(str(threads))):
+        CpuExpertEngine(threads)
+
+
+def test_affinity_is_respected() -> None:
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from vllm_moe_offload.engine import CpuExpertEngine\n"
+        "print(CpuExpertEngine().threads)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "1"
+
+
+def test_idle_engine_burns_no_core(generator: torch.Generator) -> None:
+    with CpuExpertEngine() as engine:
+        plan = small_plan(engine, generator)
+        x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+        plan.run(x, ids, weights, torch.empty(x.shape))
+        time.sleep(0.1)
+        process = psutil.Process()
+        before = process.cpu_times()
+        time.sleep(1.5)
+        after = process.cpu_times()
+    assert (after.user + after.system - before.user - before.system) / 1.5 < 0.01
+
+
+def test_python_threads_take_turns(engine: CpuExpertEngine, generator: torch.Generator) -> None:
+    errors: list[float] = []
+
+    def hammer(seed: int) -> None:
+        mine = torch.Generator().manual_seed(seed)
+        spec = ExpertSpec(40 + 33 * seed, 24 + 17 * seed, Activation.SILU, Format.FP32)
+        shard = random_shard(spec, 4, mine)
+        plan = engine.plan(spec, shard, max_tokens=8, top_k=2)
+        for _ in range(150):
+            tokens = int(torch.randint(1, 20, (), generator=mine))
+            x, ids, weights = random_batch(spec, tokens, 2, (-1, 4), mine)
+            out = torch.empty(x.shape)
+            plan.run(x, ids, weights, out)
+            expected = oracle.experts(spec, shard, x, ids, weights)
+            errors.append(oracle.relative_error(out, expected))
+
+    threads = [threading.Thread(target=hammer, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 300
+    assert max(errors) < 1e-5
+
+
+def test_closed_engine_says_so(generator: torch.Generator) -> None:
+    engine = CpuExpertEngine()
+    plan = small_plan(engine, generator)
+    engine.close()
+    engine.close()
+    x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+    with pytest.raises(RuntimeError, match="closed"):
+        plan.run(x, ids, weights, torch.empty(x.shape))
+    with pytest.raises(RuntimeError, match="closed"):
+        small_plan(engine, generator)
+
+
+def _run_in_child(plan: ExpertPlan, connection: multiprocessing.connection.Connection) -> None:
+    try:
+        plan.run(
+            torch.zeros(1, 72),
+            torch.zeros(1, 2, dtype=torch.int32),
+            torch.zeros(1, 2),
+            torch.zeros(1, 72),
+        )
+        connection.send("ran")
+    except RuntimeError as error:
+        connection.send(str(error))
+    with CpuExpertEngine() as engine:
+        connection.send(engine.threads)
+    os._exit(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_child_is_told_and_may_make_its_own(generator: torch.Generator) -> None:
+    with CpuExpertEngine() as engine:
+        plan = small_plan(engine, generator)
+        here, there = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(
+            target=_run_in_child, args=(plan, there)
+        )
+        child.start()
+        assert here.poll(20)
+        assert "fork" in here.recv()
+        assert here.poll(20)
+        assert here.recv() == engine.threads
+        child.join()
+
+
+def test_interpreter_exits_with_an_engine_alive() -> None:
+    code = (
+        "import torch\n"
+        "from vllm_moe_offload.engine import CpuExpertEngine\n"
+        "from vllm_moe_offload.experts import Activation, ExpertSpec, Format\n"
+        "engine = CpuExpertEngine()\n"
+        "spec = ExpertSpec(8, 8, Activation.SILU, Format.FP32)\n"
+        "shard = {p.name: torch.zeros(1, *p.shape) for p in spec.layout.tensors}\n"
+        "plan = engine.plan(spec, shard, max_tokens=1, top_k=1)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+class TestRefusals:
+    @pytest.fixture
+    def plan(self, generator: torch.Generator) -> ExpertPlan:
+        self.engine = CpuExpertEngine()
+        return small_plan(self.engine, generator)
+
+    @pytest.mark.parametrize("bad", [-2, 4, 2**31 - 1, -(2**31)])
+    def test_ids_out_of_range(self, plan: ExpertPlan, generator: torch.Generator, bad: int) -> None:
+        x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+        ids[2, 1] = bad
+        out = torch.full(x.shape, 7.0)
+        with pytest.raises(ValueError, match=rf"topk_ids\[2, 1\] is {bad}, .* 0 to 3"):
+            plan.run(x, ids, weights, out)
+        assert (out == 7).all()
+
+    def test_map_entries_out_of_range(self, plan: ExpertPlan, generator: torch.Generator) -> None:
+        x, ids, weights = random_batch(SPEC, 4, 2, (0, 3), generator)
+        for entry in (4, -2):
+            expert_map = torch.tensor([entry] * 3, dtype=torch.int32)
+            with pytest.raises(ValueError, match=rf"is {entry}, and this shard has rows 0 to 3"):
+                plan.run(x, ids, weights, torch.empty(x.shape), expert_map=expert_map)
+        ids[0, 0] = 3
+        with pytest.raises(ValueError, match="expert_map has entries 0 to 2"):
+            plan.run(x, ids, weights, torch.empty(x.shape), expert_map=expert_map)
+
+    def test_operands(self, plan: ExpertPlan, generator: torch.Generator) -> None:
+        x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+        out = torch.empty(x.shape)
+        with pytest.raises(ValueError, match=r"x is torch.float64, torch.float32 is needed"):
+            plan.run(x.double(), ids, weights, out)
+        with pytest.raises(ValueError, match=r"x has shape \(4, 71\), \(4, 72\) is needed"):
+            plan.run(x[:, :-1], ids, weights, out)
+        with pytest.raises(ValueError, match=r"topk_ids is torch.int64"):
+            plan.run(x, ids.long(), weights, out)
+        with pytest.raises(ValueError, match=r"topk_weights has shape"):
+            plan.run(x, ids, weights[:, :1], out)
+        with pytest.raises(ValueError, match=r"out has strides .* contiguous"):
+            plan.run(x, ids, weights, torch.empty(72, 4).T)
+        with pytest.raises(ValueError, match=r"out is on meta"):
+            plan.run(x, ids, weights, out.to("meta"))
+        wide = torch.zeros(4, 3, dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"3 experts a token, .* at most 2"):
+            plan.run(x, wide, torch.zeros(4, 3), out)
+
+    def test_tensors_of_a_plan(self, generator: torch.Generator) -> None:
+        shard = random_shard(SPEC, 4, generator)
+        with CpuExpertEngine() as engine:
+            for wrong, message in [
+                ({"w13_weight": shard["w13_weight"]}, "missing: .'w2_weight'"),
+                ({**shard, "w2_bias": torch.zeros(4, 72)}, "not part of it: .'w2_bias'"),
+                (
+                    {**shard, "w2_weight": shard["w2_weight"][:3]},
+                    r"w2_weight has shape \(3, 72, 40\)",
+                ),
+                (
+                    {**shard, "w2_weight": shard["w2_weight"].bfloat16()},
+                    "w2_weight is torch.bfloat16",
+                ),
+                ({**shard, "w13_weight": shard["w13_weight"].mT.contiguous().mT}, "contiguous"),
+                ({name: tensor[:0] for name, tensor in shard.items()}, "holds no expert"),
+            ]:
+                with pytest.raises(ValueError, match=message):
+                    engine.plan(SPEC, wrong, max_tokens=1, top_k=1)
+            with pytest.raises(ValueError, match="max_tokens=0"):
+                engine.plan(SPEC, shard, max_tokens=0, top_k=1)

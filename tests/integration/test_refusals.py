@@ -1,0 +1,94 @@
+"""What does not go with offload is refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_moe_offload import UnsupportedError
+from vllm_moe_offload.integration import refusals
+from vllm_moe_offload.integration.compat import check_version
+
+
+def config(**changes: Any) -> Any:
+    """As much of a VllmConfig as the refusals look at, everything off but `changes`."""
+    values: dict[str, Any] = {
+        "parallel_config.enable_expert_parallel": False,
+        "parallel_config.enable_eplb": False,
+        "parallel_config.use_ubatching": False,
+        "parallel_config.tensor_parallel_size": 1,
+        "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.data_parallel_size": 1,
+        "model_config.enable_sleep_mode": False,
+        "offload_config.uva.cpu_offload_gb": 0,
+        "offload_config.prefetch.offload_group_size": 0,
+        "lora_config": None,
+    }
+    unknown = set(changes) - {name.replace(".", "__") for name in values}
+    assert not unknown
+    for name, value in changes.items():
+        values[name.replace("__", ".")] = value
+    root = SimpleNamespace()
+    for path, value in values.items():
+        *parents, leaf = path.split(".")
+        node = root
+        for parent in parents:
+            if not hasattr(node, parent):
+                setattr(node, parent, SimpleNamespace())
+            node = getattr(node, parent)
+        setattr(node, leaf, value)
+    return root
+
+
+def test_nothing_on_nothing_refused() -> None:
+    refusals.refuse_features(config())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel_config__enable_expert_parallel": True}, r"--enable-expert-parallel.*leave it"),
+        ({"parallel_config__enable_eplb": True}, r"--enable-eplb.*leave it out"),
+        ({"parallel_config__use_ubatching": True}, r"--enable-dbo.*leave it out"),
+        ({"parallel_config__tensor_parallel_size": 2}, r"tensor parallelism.*size 1"),
+        ({"parallel_config__pipeline_parallel_size": 2}, r"pipeline parallelism.*size 1"),
+        ({"parallel_config__data_parallel_size": 2}, r"data parallelism.*one server for each"),
+        ({"lora_config": object()}, r"--enable-lora.*merge the adapter"),
+        ({"model_config__enable_sleep_mode": True}, r"--enable-sleep-mode.*leave it out"),
+        ({"offload_config__uva__cpu_offload_gb": 4}, r"--cpu-offload-gb.*slots_per_layer"),
+        (
+            {"offload_config__prefetch__offload_group_size": 2},
+            r"--offload-group-size.*slots_per_layer",
+        ),
+    ],
+)
+def test_each_feature_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        refusals.refuse_features(config(**changes))
+
+
+def test_several_are_named_together() -> None:
+    on = config(parallel_config__enable_eplb=True, lora_config=object())
+    with pytest.raises(UnsupportedError, match=r"--enable-eplb.*nor with LoRA"):
+        refusals.refuse_features(on)
+
+
+def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(UnsupportedError, match=r"platform other than vLLM's CPU build"):
+        refusals.refuse_features(config())
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.26.0", "0.32.0", "0.33.1", "0.32.0+cpu"])
+def test_known_versions_are_accepted(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.23.9", "0.34.0", "1.0.0", "dev", "0.x"])
+def test_other_versions_are_refused_by_number(version: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{version}.*0\.24 to 0\.33"):
+        check_version(version)

@@ -1,0 +1,256 @@
+"""Starting an engine: with settings that go, that do not go, and without any."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+checkpoints = pytest.importorskip("tests.e2e.checkpoints", reason="needs transformers")
+pytest.importorskip("vllm")
+
+import transformers  # noqa: E402
+from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: E402
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.models import qwen3_moe  # noqa: E402
+from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: E402
+
+from tests.e2e.engines import Prompts, engine, greedy, stats  # noqa: E402
+from vllm_moe_offload import (  # noqa: E402
+    ConfigError,
+    InactiveError,
+    MemoryShortError,
+    UnsupportedError,
+    moe_offload_args,
+)
+from vllm_moe_offload.device import HostDevice  # noqa: E402
+from vllm_moe_offload.integration.layers import offloaded_layers  # noqa: E402
+from vllm_moe_offload.integration.plugin import register  # noqa: E402
+
+PROMPTS = Prompts.draw(checkpoints.VOCAB)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.write("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture(scope="module")
+def stock_tokens(model: Path) -> list[list[int]]:
+    with engine(model) as stock:
+        return greedy(stock, PROMPTS)
+
+
+def test_registering_again_changes_nothing() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    register()
+    before = (EngineArgs.create_engine_config, WorkerWrapperBase.load_model)
+    register()
+    assert (EngineArgs.create_engine_config, WorkerWrapperBase.load_model) == before
+
+
+def test_without_settings_vllm_is_untouched(model: Path) -> None:
+    with engine(model) as stock:
+        layers = [module for module in _model(stock).modules() if isinstance(module, RoutedExperts)]
+        assert layers
+        assert all(type(module) is RoutedExperts for module in layers)
+        with pytest.raises(Exception, match="started without moe_offload settings"):
+            stats(stock)
+    assert "RoutedExperts" not in op_registry_oot
+
+
+def test_without_settings_no_module_of_the_layers_is_imported() -> None:
+    code = (
+        "import sys; from vllm.plugins import load_general_plugins; load_general_plugins();"
+        "import json; print(json.dumps([m for m in sys.modules if m.startswith('vllm_moe_of')]))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    loaded = json.loads(printed.splitlines()[-1])
+    assert "vllm_moe_offload.integration.plugin" in loaded
+    assert not [m for m in loaded if m.endswith((".layers", ".runtime", ".op")) or "engine" in m]
+
+
+def test_environment_variables_alone_turn_it_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch, stock_tokens: list[list[int]]
+) -> None:
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER", "3")
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_POLICY", "lru")
+    with engine(model) as ours:
+        assert greedy(ours, PROMPTS) == stock_tokens
+        done = stats(ours)
+        assert done["policy"] == "lru"
+        assert {layer["slots"] for layer in done["layers"].values()} == {3}
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "static"])
+def test_every_policy_gives_the_same_tokens(
+    model: Path, policy: str, stock_tokens: list[list[int]]
+) -> None:
+    with engine(model, **moe_offload_args(slots_per_layer=5, policy=policy)) as ours:
+        assert greedy(ours, PROMPTS) == stock_tokens
+        assert stats(ours)["misses"] > 0
+
+
+def test_compiled_gives_the_same_tokens(model: Path, stock_tokens: list[list[int]]) -> None:
+    settings = moe_offload_args(slots_per_layer=4, cpu_threads=1)
+    with engine(model, enforce_eager=False, **settings) as ours:
+        assert greedy(ours, PROMPTS) == stock_tokens
+        assert stats(ours)["misses"] > 0
+
+
+def test_a_budget_sizes_the_slots(model: Path) -> None:
+    with engine(model, **moe_offload_args(gpu_memory_gib=0.0005)) as ours:
+        done = stats(ours)
+        (slots,) = {layer["slots"] for layer in done["layers"].values()}
+        expert = next(iter(done["layers"].values()))["expert_bytes"]
+        budget = int(0.0005 * 2**30)
+        assert slots == budget // (3 * expert)
+        assert done["device_bytes"] <= budget
+
+
+@pytest.mark.parametrize("settings", [{}, {"slots_per_layer": "auto"}, {"gpu_memory_gib": "auto"}])
+def test_auto_with_room_for_all_is_stock_vllm(
+    model: Path, settings: dict, stock_tokens: list[list[int]]
+) -> None:
+    with engine(model, **moe_offload_args(**settings)) as ours:
+        assert stats(ours)["layers"] == {}
+        assert greedy(ours, PROMPTS) == stock_tokens
+
+
+def test_auto_without_room_for_all_fills_what_there_is(
+    model: Path, monkeypatch: pytest.MonkeyPatch, stock_tokens: list[list[int]]
+) -> None:
+    monkeypatch.setattr(HostDevice, "free_memory", lambda self: 3 * 24576 * 7 + 5)
+    with engine(model, **moe_offload_args(slots_per_layer="auto")) as ours:
+        assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {7}
+        assert greedy(ours, PROMPTS) == stock_tokens
+
+
+def test_dummy_weights_load(model: Path) -> None:
+    with engine(model, load_format="dummy", **moe_offload_args(slots_per_layer=4)) as ours:
+        assert all(len(tokens) for tokens in greedy(ours, PROMPTS))
+
+
+def test_reloaded_weights_are_used(model: Path, stock_tokens: list[list[int]]) -> None:
+    with engine(model, load_format="dummy", **moe_offload_args(slots_per_layer=16)) as ours:
+        assert greedy(ours, PROMPTS) != stock_tokens
+        ours.collective_rpc(
+            "update_config", args=({"load_config": {"load_format": "safetensors"}},)
+        )
+        ours.collective_rpc("reload_weights")
+        assert greedy(ours, PROMPTS) == stock_tokens
+
+
+def start(model: Path, settings: dict, **arguments: object) -> None:
+    with engine(model, additional_config={"moe_offload": settings}, **arguments):
+        pass
+
+
+def test_a_wrong_setting_stops_the_start(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unknown: slots; what exists: mode, slots_per_layer"):
+        start(model, {"slots": 4})
+
+
+def test_more_slots_than_experts_stop_the_start(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"slots_per_layer=17.*has 16 experts: give at most 16"):
+        start(model, {"slots_per_layer": 17})
+
+
+def test_a_budget_below_one_slot_each_stops_the_start(model: Path) -> None:
+    with pytest.raises(MemoryShortError, match=r"do not hold one expert for each of 3 layers"):
+        start(model, {"gpu_memory_gib": 1e-5})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"tensor_parallel_size": 2}, "tensor parallelism"),
+        ({"cpu_offload_gb": 1}, "--cpu-offload-gb"),
+        ({"offload_group_size": 2}, "--offload-group-size"),
+    ],
+)
+def test_a_feature_that_does_not_go_with_it_stops_the_start(
+    model: Path, arguments: dict, message: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        start(model, {"slots_per_layer": 4}, **arguments)
+
+
+def test_a_dense_model_stops_the_start(tmp_path: Path) -> None:
+    config = transformers.Qwen3Config(
+        **checkpoints.COMMON, num_key_value_heads=2, head_dim=32, intermediate_size=64
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(InactiveError, match=r"no mixture-of-experts layer.*remove the settings"):
+        start(tmp_path, {"slots_per_layer": 4})
+
+
+def test_an_expert_layer_of_another_class_stops_the_start() -> None:
+    class OtherRoutedExperts(RoutedExperts):
+        pass
+
+    with (
+        offloaded_layers(SimpleNamespace()),  # type: ignore[arg-type]
+        pytest.raises(UnsupportedError, match=r"OtherRoutedExperts.*would not be offloaded"),
+    ):
+        OtherRoutedExperts("layer", None, None, None, expert_map_manager=None)
+    assert "RoutedExperts" not in op_registry_oot
+
+
+def test_a_plugin_that_replaces_the_same_layer_stops_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(op_registry_oot, "RoutedExperts", SimpleNamespace)
+    with (
+        pytest.raises(UnsupportedError, match=r"another plugin \(types\).*VLLM_PLUGINS"),
+        offloaded_layers(SimpleNamespace()),  # type: ignore[arg-type]
+    ):
+        pass
+
+
+def test_quantised_experts_stop_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Int3MoEMethod(UnquantizedFusedMoEMethod):
+        pass
+
+    monkeypatch.setattr(
+        RoutedExperts, "_get_quant_method", lambda self, prefix, config, moe: Int3MoEMethod(moe)
+    )
+    with pytest.raises(UnsupportedError, match=r"experts quantised by Int3MoEMethod are not supp"):
+        start(model, {"slots_per_layer": 4})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "swigluoai"}, r"activation 'swigluoai' is not one .*silu, gelu, gelu_tanh"),
+        ({"swiglu_limit": 7.0}, r"the model sets swiglu_limit"),
+    ],
+)
+def test_an_activation_the_engine_lacks_stops_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, message: str
+) -> None:
+    original = qwen3_moe.FusedMoEFactory
+    monkeypatch.setattr(
+        qwen3_moe,
+        "FusedMoEFactory",
+        lambda *args, **kwargs: original(*args, **{**kwargs, **changes}),
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        start(model, {"slots_per_layer": 4})
+
+
+def _model(llm: object) -> object:
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    return worker.get_model()

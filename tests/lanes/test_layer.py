@@ -1,0 +1,228 @@
+"""A layer's output is the oracle's, whatever the routing, the capacity and the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.engine import oracle
+from tests.engine.shards import random_shard, tolerance
+from vllm_moe_offload.device import HostDevice, SlotCache
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Activation, ExpertSpec, Format
+from vllm_moe_offload.lanes import EngineLane, Lane, OffloadedLayer
+from vllm_moe_offload.routing import POLICIES
+
+TOP_K = 3
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CpuExpertEngine]:
+    with CpuExpertEngine() as engine:
+        yield engine
+
+
+class Case:
+    """A layer of random experts, as host memory holds it."""
+
+    def __init__(
+        self,
+        engine: CpuExpertEngine,
+        num_experts: int = 6,
+        format_: Format = Format.FP32,
+        *,
+        hidden: int = 24,
+        intermediate: int = 10,
+        bias: bool = False,
+        activation: Activation = Activation.SILU,
+    ) -> None:
+        self.engine = engine
+        self.spec = ExpertSpec(hidden, intermediate, activation, format_, bias)
+        self.generator = torch.Generator().manual_seed(num_experts)
+        self.host = random_shard(self.spec, num_experts, self.generator)
+
+    def layer(self, num_slots: int, policy: str = "lfru") -> OffloadedLayer:
+        def make_resident(cache: SlotCache) -> Lane:
+            for tensor in cache.tensors.values():
+                tensor.fill_(float("nan"))  # an expert computed from an unfilled slot shows
+            return EngineLane(self.engine, self.spec, cache.tensors, TOP_K, 8)
+
+        return OffloadedLayer(
+            self.host,
+            HostDevice(),
+            make_resident,
+            EngineLane(self.engine, self.spec, self.host, TOP_K, 8),
+            num_slots=num_slots,
+            policy=policy,
+        )
+
+    def x(self, tokens: int) -> torch.Tensor:
+        values = torch.randn((tokens, self.spec.hidden), generator=self.generator)
+        return values.to(self.spec.format.dtype)
+
+    def check(
+        self,
+        layer: OffloadedLayer,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        padding: torch.Tensor | None = None,
+    ) -> None:
+        weights = torch.rand(ids.shape, generator=self.generator)
+        got = layer.forward(x, weights, ids, padding)
+        real = ids if padding is None else ids.masked_fill(padding[:, None], -1)
+        expected = oracle.experts(self.spec, self.host, x, real.int(), weights)
+        assert got.dtype == x.dtype
+        assert got.shape == x.shape
+        assert oracle.relative_error(got, expected) <= tolerance(self.spec)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[int, int, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Experts, slots and steps of (ids [T, K], padding [T]): few or many experts, any rows."""
+    num_experts = draw(st.integers(1, 9))
+    num_slots = draw(st.integers(0, num_experts))
+    steps = []
+    for _ in range(draw(st.integers(1, 5))):
+        tokens = draw(st.integers(0, 12))
+        pool = draw(st.lists(st.integers(0, num_experts - 1), min_size=1, max_size=num_experts))
+        row = st.lists(st.sampled_from(pool), min_size=TOP_K, max_size=TOP_K)
+        ids = draw(st.lists(row, min_size=tokens, max_size=tokens))
+        padding = draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens))
+        steps.append(
+            (
+                torch.tensor(ids, dtype=torch.int64).reshape(tokens, TOP_K),
+                torch.tensor(padding, dtype=torch.bool),
+            )
+        )
+    return num_experts, num_slots, steps
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=batches())
+def test_any_routing_any_capacity_equals_the_oracle(
+    engine: CpuExpertEngine,
+    policy: str,
+    case: tuple[int, int, list[tuple[torch.Tensor, torch.Tensor]]],
+) -> None:
+    num_experts, num_slots, steps = case
+    layer_case = Case(engine, num_experts)
+    layer = layer_case.layer(num_slots, policy)
+    for ids, padding in steps:
+        layer_case.check(layer, layer_case.x(len(ids)), ids, padding)
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 2, 5, 6])
+@pytest.mark.parametrize("format_", [Format.FP32, Format.FP16, Format.BF16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_formats_and_biases(
+    engine: CpuExpertEngine, num_slots: int, format_: Format, bias: bool
+) -> None:
+    case = Case(engine, 6, format_, hidden=96, intermediate=64, bias=bias)
+    layer = case.layer(num_slots)
+    for tokens in (1, 3, 40):
+        ids = torch.randint(0, 6, (tokens, TOP_K), generator=case.generator)
+        case.check(layer, case.x(tokens), ids)
+
+
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU, Activation.GELU_TANH])
+def test_activations(engine: CpuExpertEngine, activation: Activation) -> None:
+    case = Case(engine, activation=activation)
+    case.check(case.layer(2), case.x(9), torch.randint(0, 6, (9, TOP_K), generator=case.generator))
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 4])
+def test_all_tokens_to_one_expert_and_every_expert_used(
+    engine: CpuExpertEngine, num_slots: int
+) -> None:
+    case = Case(engine)
+    layer = case.layer(num_slots)
+    case.check(layer, case.x(20), torch.full((20, TOP_K), 4))
+    case.check(layer, case.x(20), torch.arange(60).remainder(6).reshape(20, TOP_K))
+
+
+def test_rows_that_are_padding_are_zero_and_use_no_expert(engine: CpuExpertEngine) -> None:
+    case = Case(engine)
+    layer = case.layer(2)
+    ids = torch.tensor([[0, 1, 2], [3, 4, 5]])
+    out = layer.forward(case.x(2), torch.rand(2, TOP_K), ids, torch.tensor([False, True]))
+    assert not out[1].any()
+    assert out[0].any()
+    assert (layer.counters.misses, layer.counters.tokens) == (3, 1)
+
+
+def test_a_step_of_padding_alone_and_an_empty_step(engine: CpuExpertEngine) -> None:
+    case = Case(engine)
+    for num_slots in (0, 2):
+        layer = case.layer(num_slots)
+        ids = torch.zeros((3, TOP_K), dtype=torch.int64)
+        out = layer.forward(case.x(3), torch.rand(3, TOP_K), ids, torch.ones(3, dtype=torch.bool))
+        assert not out.any()
+        assert layer.forward(case.x(0), torch.rand(0, TOP_K), ids[:0]).shape == (0, 24)
+
+
+def test_counters_say_what_was_done(engine: CpuExpertEngine) -> None:
+    case = Case(engine)
+    layer = case.layer(3)
+    for _ in range(4):
+        case.check(layer, case.x(1), torch.tensor([[0, 1, 2]]))
+    done = layer.counters
+    assert (done.steps, done.tokens, done.hits, done.misses, done.waves) == (4, 4, 9, 3, 4)
+    assert done.bytes_fetched == 3 * layer.layout.nbytes
+    assert layer.device_bytes == 3 * layer.layout.nbytes
+    assert layer.host_bytes == 6 * layer.layout.nbytes
+    on_cpu = case.layer(0)
+    case.check(on_cpu, case.x(1), torch.tensor([[0, 1, 1]]))
+    assert (on_cpu.counters.cpu_experts, on_cpu.counters.hits) == (2, 0)
+
+
+def test_resizing_between_steps_keeps_the_output_right(engine: CpuExpertEngine) -> None:
+    case = Case(engine)
+    layer = case.layer(2)
+    for num_slots in (6, 1, 3):
+        layer.resize(num_slots)
+        assert layer.num_slots == num_slots
+        for _ in range(3):
+            ids = torch.randint(0, 6, (5, TOP_K), generator=case.generator)
+            case.check(layer, case.x(5), ids)
+
+
+@pytest.mark.parametrize("num_slots", [0, -1, 7])
+def test_resizing_to_what_cannot_be_is_refused(engine: CpuExpertEngine, num_slots: int) -> None:
+    with pytest.raises(ValueError, match=rf"asked for {num_slots} slots in a layer of 6 experts"):
+        Case(engine).layer(2).resize(num_slots)
+
+
+def test_new_weights_in_host_memory_are_used_after_invalidate(engine: CpuExpertEngine) -> None:
+    case = Case(engine)
+    layer = case.layer(6)
+    ids = torch.tensor([[0, 1, 2]])
+    case.check(layer, case.x(1), ids)
+    case.host["w2_weight"].mul_(-2.0)
+    layer.invalidate()
+    case.check(layer, case.x(1), ids)
+
+
+def test_ids_of_any_integer_type_and_rows_of_any_stride(engine: CpuExpertEngine) -> None:
+    case = Case(engine)
+    layer = case.layer(2)
+    wide = torch.randn((4, 48), generator=case.generator)[:, ::2]
+    ids = torch.randint(0, 6, (TOP_K, 4), generator=case.generator).T.to(torch.int32)
+    case.check(layer, wide, ids)
+
+
+def test_many_slots_hit_what_was_used_before(engine: CpuExpertEngine) -> None:
+    case = Case(engine, 32)
+    layer = case.layer(8)
+    rng = np.random.default_rng(0)
+    for _ in range(60):  # nine of ten experts come from a working set of six
+        pool = rng.choice(6, TOP_K, replace=False)
+        if rng.random() < 0.3:
+            pool[0] = rng.integers(6, 32)
+        case.check(layer, case.x(1), torch.from_numpy(pool[None]))
+    assert layer.counters.hits > 0.8 * (layer.counters.hits + layer.counters.misses)

@@ -1,0 +1,97 @@
+"""Settings: where they come from, and every way they can be wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_moe_offload import ConfigError, OffloadConfig, moe_offload_args
+
+
+def test_off_unless_configured() -> None:
+    assert OffloadConfig.resolve({}, {}) is None
+    assert OffloadConfig.resolve({"other_plugin": 1}, {"PATH": "x"}) is None
+    assert OffloadConfig.resolve(object(), {}) is None
+
+
+def test_an_empty_section_turns_it_on_with_defaults() -> None:
+    config = OffloadConfig.resolve({"moe_offload": {}}, {})
+    assert config == OffloadConfig()
+    assert (config.mode, config.policy, config.slots_per_layer) == ("cache", "lfru", None)
+
+
+def test_environment_alone_turns_it_on() -> None:
+    config = OffloadConfig.resolve(
+        {}, {"VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER": "8", "VLLM_MOE_OFFLOAD_POLICY": "lru"}
+    )
+    assert config is not None
+    assert (config.slots_per_layer, config.policy) == (8, "lru")
+
+
+def test_the_engines_own_variable_does_not_turn_it_on() -> None:
+    assert OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_ISA": "scalar"}) is None
+
+
+def test_both_sources_add_up_and_may_repeat_each_other() -> None:
+    config = OffloadConfig.resolve(
+        {"moe_offload": {"slots_per_layer": 8}},
+        {"VLLM_MOE_OFFLOAD_POLICY": "lfu", "VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER": "8"},
+    )
+    assert config is not None
+    assert (config.slots_per_layer, config.policy) == (8, "lfu")
+
+
+def test_settings_survive_the_way_to_the_workers() -> None:
+    config = OffloadConfig.parse({"gpu_memory_gib": 1.5, "cpu_threads": 3})
+    assert OffloadConfig.parse(config.settings()) == config
+    cpu = OffloadConfig.parse({"mode": "cpu"})
+    assert OffloadConfig.parse(cpu.settings()) == cpu
+
+
+def test_the_helper_for_llm_builds_the_same() -> None:
+    assert moe_offload_args(slots_per_layer=4) == {
+        "additional_config": {"moe_offload": {"slots_per_layer": 4}}
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slots": 4}, r"unknown: slots; what exists: mode, slots_per_layer, gpu_memory_gib"),
+        ({"mode": "hybrid"}, r"mode='hybrid' is not built yet; modes that are: cache, cpu"),
+        ({"mode": "auto"}, r"mode='auto' is not built yet"),
+        ({"mode": "gpu"}, r"mode='gpu'.*'cache' or 'cpu'"),
+        ({"policy": "clock"}, r"policy='clock'.*'lfru', 'lru', 'lfu' or 'static'"),
+        ({"slots_per_layer": 0}, r"slots_per_layer=0: give at least 1"),
+        ({"slots_per_layer": 2.5}, r"slots_per_layer=2.5"),
+        ({"slots_per_layer": "many"}, r"slots_per_layer='many'"),
+        ({"gpu_memory_gib": 0}, r"gpu_memory_gib=0"),
+        ({"gpu_memory_gib": -1.0}, r"gpu_memory_gib=-1.0"),
+        ({"gpu_memory_gib": float("nan")}, r"gpu_memory_gib=nan"),
+        ({"cpu_threads": 0}, r"cpu_threads=0"),
+        ({"slots_per_layer": 4, "gpu_memory_gib": 1}, r"both size the slots: give one"),
+        ({"mode": "cpu", "slots_per_layer": 4}, r"mode='cpu' fetches nothing.*slots_per_layer"),
+        ({"mode": "cpu", "gpu_memory_gib": "auto"}, r"mode='cpu' fetches nothing"),
+        ({"mode": "cpu", "policy": "lru"}, r"mode='cpu' has no slots"),
+        (["mode"], r"must be a mapping"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_that_says_what_to_do(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OffloadConfig.parse(settings)
+
+
+def test_a_section_that_is_no_mapping_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"must be a mapping of settings.*got 8"):
+        OffloadConfig.resolve({"moe_offload": 8}, {})
+
+
+def test_sources_that_disagree_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"slots_per_layer is 4 in additional_config and 8 in"):
+        OffloadConfig.resolve(
+            {"moe_offload": {"slots_per_layer": 4}}, {"VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER": "8"}
+        )
+
+
+def test_an_unknown_variable_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"unknown: slots; what exists"):
+        OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOTS": "8"})
