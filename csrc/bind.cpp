@@ -8,6 +8,7 @@
 
 #include <stdexcept>
 
+#include "engine/measure.h"
 #include "engine/plan.h"
 #include "engine/topology.h"
 
@@ -134,7 +135,15 @@ NB_MODULE(_engine, m) {
   nb::class_<moe::Engine>(m, "Engine")
       .def(nb::init<int, const std::string&>(), "threads"_a, "isa"_a)
       .def_prop_ro("threads", &moe::Engine::threads)
-      .def_prop_ro("isa", [](const moe::Engine& engine) { return std::string(engine.isa().name); });
+      .def_prop_ro("isa", [](const moe::Engine& engine) { return std::string(engine.isa().name); })
+      .def(
+          "read_seconds",
+          [](moe::Engine& engine, Address memory, int64_t bytes) {
+            return moe::read_seconds(engine, pointer<const void>(memory), bytes);
+          },
+          "memory"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("tile_multiply_adds", &moe::tile_multiply_adds, "count"_a,
+           nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<moe::Matrix>(m, "Matrix")
       .def(nb::new_(&make_matrix), nb::kw_only(), "weight"_a, "rows"_a, "row_bytes"_a, "parts"_a,

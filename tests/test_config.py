@@ -73,6 +73,8 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"mode": "cpu", "gpu_memory_gib": "auto"}, r"mode='cpu' fetches nothing"),
         ({"mode": "cpu", "policy": "lru"}, r"mode='cpu' has no slots"),
         (["mode"], r"must be a mapping"),
+        ({"slots_per_layer": True}, r"slots_per_layer=True: true and false are no values"),
+        ({"cpu_threads": False}, r"cpu_threads=False: true and false"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_says_what_to_do(settings: dict, message: str) -> None:
@@ -95,3 +97,34 @@ def test_sources_that_disagree_are_an_error() -> None:
 def test_an_unknown_variable_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"unknown: slots; what exists"):
         OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOTS": "8"})
+
+
+def test_the_same_value_in_another_type_is_no_disagreement() -> None:
+    config = OffloadConfig.resolve(
+        {"moe_offload": {"slots_per_layer": "8", "gpu_memory_gib": None}},
+        {"VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER": "8"},
+    )
+    assert config is not None
+    assert config.slots_per_layer == 8
+
+
+@pytest.mark.parametrize(
+    "name", ["VLLM_MOE_OFFLOAD", "VLLM_MOE_OFFLOAD_slots_per_layer", "vllm_moe_offload_policy"]
+)
+def test_a_variable_that_looks_like_a_setting_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} is no setting; those are: VLLM_MOE_OFFLOAD_MO"):
+        OffloadConfig.resolve({}, {name: "8"})
+
+
+@pytest.mark.parametrize("key", ["moe-offload", "moe_ofload", "MOE_OFFLOAD"])
+def test_a_misspelt_section_is_an_error(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has '{key}': did you mean 'moe_offload'"):
+        OffloadConfig.resolve({key: {}}, {})
+
+
+def test_vllm_plugins_without_this_plugin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(ConfigError, match=r"VLLM_PLUGINS='another' keeps vLLM from loading"):
+        moe_offload_args(slots_per_layer=4)
+    monkeypatch.setenv("VLLM_PLUGINS", "another,cpu_offload_moe")
+    moe_offload_args(slots_per_layer=4)

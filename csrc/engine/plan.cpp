@@ -11,13 +11,16 @@ namespace moe {
 namespace {
 
 // Enough for a few thousand tokens of the largest known models: a further pass over the weights is
-// then a small part of the arithmetic it feeds.
-constexpr int64_t kScratchBytes = int64_t{256} << 20;
+// then a small part of the arithmetic it feeds. Pages that no batch reaches are never touched.
+constexpr int64_t kScratchBytes = int64_t{1} << 30;
 
 // Tasks a thread should find in a phase, so that the last ones to end do not keep it waiting long.
 constexpr int64_t kTasksPerThread = 16;
 
 constexpr int64_t kPrepareTokens = 16;
+
+// Scratch is counted for this many tokens at a time: whatever the top_k, whole cache lines.
+constexpr int64_t kChunkUnit = 16;
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -33,12 +36,16 @@ int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads) {
   return std::clamp(wanted / kRowAlign * kRowAlign, kRowAlign, kRowBlock);
 }
 
+// One a core less what vLLM's own process needs: its engine thread is busy while ours compute. With
+// few cores that one would be missed more.
+int default_threads(int cores) { return cores >= 4 ? cores - 1 : cores; }
+
 // Engines with as many threads share one pool, so that a process does not run several on its cores.
 std::shared_ptr<Pool> shared_pool(int threads) {
   static std::mutex mutex;
   static std::map<int, std::weak_ptr<Pool>> pools;
   const std::vector<Core> cores = physical_cores();
-  if (threads == 0) threads = static_cast<int>(cores.size());
+  if (threads == 0) threads = default_threads(static_cast<int>(cores.size()));
   const std::lock_guard<std::mutex> lock(mutex);
   std::shared_ptr<Pool> pool = pools[threads].lock();
   if (pool == nullptr || !pool->usable()) {
@@ -52,36 +59,58 @@ std::shared_ptr<Pool> shared_pool(int threads) {
 struct Chunk {
   const Kernels& kernels;
   Work work;
-  const std::byte* source;
   int64_t source_stride;
+  int64_t prepare_tasks;
+  const int32_t* block_group;
   int64_t up_rows;
-  int64_t up_tasks;  // of one group
+  // Blocks of up_rows rows of one group: where each node's end, and likewise the tasks over all
+  // groups. A node's tasks come together, group after group.
+  const std::vector<int64_t>& node_blocks;
+  const std::vector<int64_t>& node_ends;
   int64_t down_rows;
+  std::byte* buffers;
+  int64_t buffer_stride;
+
+  std::byte* buffer(int thread) const { return buffers + thread * buffer_stride; }
 };
 
-void prepare_task(const void* context, int64_t task) {
+// Operand rows for some tokens, or one block of packed tokens.
+void prepare_task(const void* context, int64_t task, int) {
   const Chunk& chunk = *static_cast<const Chunk*>(context);
   const Work& work = chunk.work;
+  if (task >= chunk.prepare_tasks) {
+    const int64_t block = task - chunk.prepare_tasks;
+    const Group& group = work.groups[chunk.block_group[block]];
+    chunk.kernels.pack(work, group, block - group.packed);
+    return;
+  }
   const int64_t begin = task * kPrepareTokens;
   const int64_t count = std::min(kPrepareTokens, work.tokens - begin);
   std::byte* x =
       const_cast<std::byte*>(work.x) + begin * work.x_stride * chunk.kernels.operand_bytes;
-  chunk.kernels.prepare(*work.layer, chunk.source + begin * chunk.source_stride, count, x,
-                        work.x_stride);
+  const auto* source = static_cast<const std::byte*>(work.source) + begin * chunk.source_stride;
+  chunk.kernels.prepare(*work.layer, source, count, x, work.x_stride);
 }
 
-void up_task(const void* context, int64_t task) {
+void up_task(const void* context, int64_t task, int thread) {
   const Chunk& chunk = *static_cast<const Chunk*>(context);
-  const int64_t begin = chunk.work.inner_begin + task % chunk.up_tasks * chunk.up_rows;
+  size_t node = 0;
+  while (task >= chunk.node_ends[node]) ++node;
+  const int64_t first_task = node == 0 ? 0 : chunk.node_ends[node - 1];
+  const int64_t first_block = node == 0 ? 0 : chunk.node_blocks[node - 1];
+  const int64_t blocks = chunk.node_blocks[node] - first_block;
+  const Group& group = chunk.work.groups[(task - first_task) / blocks];
+  const int64_t block = first_block + (task - first_task) % blocks;
+  const int64_t begin = chunk.work.inner_begin + block * chunk.up_rows;
   const int64_t end = std::min(begin + chunk.up_rows, chunk.work.inner_end);
-  chunk.kernels.up(chunk.work, chunk.work.groups[task / chunk.up_tasks], begin, end);
+  chunk.kernels.up(chunk.work, group, begin, end, chunk.buffer(thread));
 }
 
-void down_task(const void* context, int64_t task) {
+void down_task(const void* context, int64_t task, int thread) {
   const Chunk& chunk = *static_cast<const Chunk*>(context);
   const int64_t begin = task * chunk.down_rows;
-  chunk.kernels.down(chunk.work, begin,
-                     std::min(begin + chunk.down_rows, chunk.work.layer->hidden));
+  const int64_t end = std::min(begin + chunk.down_rows, chunk.work.layer->hidden);
+  chunk.kernels.down(chunk.work, begin, end, chunk.buffer(thread));
 }
 
 }  // namespace
@@ -98,8 +127,13 @@ void Scratch::reserve(size_t bytes) {
   bytes_ = bytes;
 }
 
-Engine::Engine(int threads, const std::string& isa)
-    : isa_(select_isa(isa)), pool_(shared_pool(threads)) {}
+Engine::Engine(int threads, const std::string& isa) : Engine(shared_pool(threads), isa) {}
+
+Engine::Engine(std::shared_ptr<Pool> pool, const std::string& isa)
+    : isa_(select_isa(isa)),
+      pool_(std::move(pool)),
+      node_blocks_(pool_->node_threads().size()),
+      node_ends_(pool_->node_threads().size()) {}
 
 Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_tokens, int64_t top_k)
     : engine_(std::move(engine)),
@@ -108,16 +142,25 @@ Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_token
       top_k_(top_k),
       x_stride_(round_up(layer.hidden, kOperandAlign)),
       inner_stride_(round_up(layer.intermediate, kOperandAlign)) {
-  const int64_t x_bytes = x_stride_ * kernels_.operand_bytes;
-  const int64_t inner_bytes = top_k * inner_stride_ * kernels_.operand_bytes;
-  const int64_t sums_bytes = x_stride_ * static_cast<int64_t>(sizeof(float));
-  const int64_t token_bytes = x_bytes + inner_bytes + sums_bytes;
-  chunk_ = std::clamp(kScratchBytes / token_bytes, int64_t{1}, max_tokens);
-  inner_offset_ = chunk_ * x_bytes;
-  sums_offset_ = inner_offset_ + chunk_ * inner_bytes;
+  const int64_t pairs = top_k * kChunkUnit;
+  const int64_t blocks = PairSorter::max_blocks(pairs, kernels_.packed_tokens);
+  sizes_ = {
+      .x = kChunkUnit * x_stride_ * kernels_.operand_bytes,
+      .inner = pairs * inner_stride_ * kernels_.operand_bytes,
+      .packed_x = blocks * kPackBlock * x_stride_ * static_cast<int64_t>(sizeof(Bf16)),
+      .packed_inner = blocks * kPackBlock * inner_stride_ * static_cast<int64_t>(sizeof(Bf16)),
+      .sums = kChunkUnit * x_stride_ * static_cast<int64_t>(sizeof(float))};
+  const int64_t unit_bytes = sizes_.total();
+  const int64_t units =
+      std::clamp(kScratchBytes / unit_bytes, int64_t{1}, ceil_div(max_tokens, kChunkUnit));
+  chunk_ = std::min(units * kChunkUnit, max_tokens);
+  sizes_ = sizes_.times(units);
+  if (kernels_.buffer_bytes != nullptr) buffer_stride_ = round_up(kernels_.buffer_bytes(layer), 64);
+  const int64_t bytes = sizes_.total() + buffer_stride_ * engine_->threads();
+
   engine_->pool_->require_usable();
   const std::lock_guard<std::recursive_mutex> lock(engine_->pool_->mutex());
-  engine_->scratch_.reserve(static_cast<size_t>(chunk_ * token_bytes));
+  engine_->scratch_.reserve(static_cast<size_t>(bytes));
   engine_->pairs_.reserve(chunk_ * top_k, layer.experts);
 }
 
@@ -138,15 +181,17 @@ void Plan::run(const Job& job, const Routing& routing) const {
 void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int64_t end) const {
   PairSorter& pairs = engine_->pairs_;
   Pool& pool = *engine_->pool_;
-  pairs.sort(routing, begin, end, layer_.experts);
+  pairs.sort(routing, begin, end, layer_.experts, kernels_.packed_tokens);
   if (pairs.group_count() == 0 && job.accumulate) return;
 
   const int64_t source_stride = layer_.hidden * dtype_bytes(layer_.dtype);
-  std::byte* scratch = engine_->scratch_.data();
   const int64_t first = begin * layer_.hidden;
-  Bf16* rounded = job.out_bf16 ? static_cast<Bf16*>(job.out) + first : nullptr;
-  float* sums = job.out_bf16 ? reinterpret_cast<float*>(scratch + sums_offset_)
-                             : static_cast<float*>(job.out) + first;
+  std::byte* x = engine_->scratch_.data();
+  std::byte* inner = x + sizes_.x;
+  std::byte* packed_x = inner + sizes_.inner;
+  std::byte* packed_inner = packed_x + sizes_.packed_x;
+  std::byte* sums = packed_inner + sizes_.packed_inner;
+  std::byte* buffers = sums + sizes_.sums;
   Chunk chunk{.kernels = kernels_,
               .work = {.layer = &layer_,
                        .groups = pairs.groups(),
@@ -154,35 +199,49 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
                        .pair_token = pairs.pair_token(),
                        .pair_weight = pairs.pair_weight(),
                        .tokens = end - begin,
-                       .x = scratch,
+                       .source = static_cast<const std::byte*>(job.x) + begin * source_stride,
+                       .x = x,
                        .x_stride = x_stride_,
-                       .inner = scratch + inner_offset_,
+                       .inner = inner,
                        .inner_stride = inner_stride_,
+                       .packed_x = packed_x,
+                       .packed_inner = packed_inner,
                        .inner_begin = job.inner_begin,
                        .inner_end = job.inner_end,
-                       .sums = sums,
+                       .sums = job.out_bf16 ? reinterpret_cast<float*>(sums)
+                                            : static_cast<float*>(job.out) + first,
                        .accumulate = job.accumulate,
-                       .rounded = rounded},
-              .source = static_cast<const std::byte*>(job.x) + begin * source_stride,
+                       .rounded = job.out_bf16 ? static_cast<Bf16*>(job.out) + first : nullptr},
               .source_stride = source_stride,
+              .prepare_tasks = ceil_div(end - begin, kPrepareTokens),
+              .block_group = pairs.block_group(),
               .up_rows = 0,
-              .up_tasks = 0,
-              .down_rows = 0};
+              .node_blocks = engine_->node_blocks_,
+              .node_ends = engine_->node_ends_,
+              .down_rows = 0,
+              .buffers = buffers,
+              .buffer_stride = buffer_stride_};
   const int64_t inner_rows = job.inner_end - job.inner_begin;
   chunk.up_rows = rows_per_task(inner_rows, pairs.group_count(), pool.threads());
-  chunk.up_tasks = ceil_div(inner_rows, chunk.up_rows);
+  const int64_t blocks = ceil_div(inner_rows, chunk.up_rows);
+  int64_t threads = 0;
+  for (size_t node = 0; node < pool.node_threads().size(); ++node) {
+    threads += pool.node_threads()[node];
+    engine_->node_blocks_[node] = blocks * threads / pool.threads();
+    engine_->node_ends_[node] = engine_->node_blocks_[node] * pairs.group_count();
+  }
   chunk.down_rows = rows_per_task(layer_.hidden, 1, pool.threads());
 
   const Phase phases[] = {
-      {ceil_div(end - begin, kPrepareTokens), prepare_task},
-      {chunk.up_tasks * pairs.group_count(), up_task},
+      {chunk.prepare_tasks + pairs.block_count(), prepare_task},
+      {blocks * pairs.group_count(), up_task, engine_->node_ends_.data()},
       {ceil_div(layer_.hidden, chunk.down_rows), down_task},
   };
   if (phases[0].count > 1) {
     pool.run(phases, 3, &chunk);
   } else {
     // One task is quicker done here than shared out with a barrier after it.
-    prepare_task(&chunk, 0);
+    prepare_task(&chunk, 0, 0);
     pool.run(phases + 1, 2, &chunk);
   }
 }

@@ -28,13 +28,19 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
+// NUMA: of w2's rows, of the gate rows and of the up rows of every expert, each node's threads
+// compute a contiguous share in proportion to their number, in the order of the nodes, and take
+// from others' only when theirs are done. Weights are best placed likewise.
 class Engine {
  public:
-  // `threads` 0: one a physical core that the process may use. `isa` empty: the fastest there is.
+  // `threads` 0: one for each physical core that the process may use, less one of four or more.
+  // `isa` empty: the fastest there is.
   Engine(int threads, const std::string& isa);
+  Engine(std::shared_ptr<Pool> pool, const std::string& isa);
 
   int threads() const { return pool_->threads(); }
   const Isa& isa() const { return isa_; }
+  Pool& pool() { return *pool_; }
 
  private:
   friend class Plan;
@@ -43,6 +49,8 @@ class Engine {
   // Guarded by the pool's mutex.
   Scratch scratch_;
   PairSorter pairs_;
+  std::vector<int64_t> node_blocks_;  // of the call in progress: see Plan::run_chunk
+  std::vector<int64_t> node_ends_;
 };
 
 // What one call computes besides its routing.
@@ -78,9 +86,18 @@ class Plan {
   int64_t x_stride_;
   int64_t inner_stride_;
   int64_t chunk_;  // tokens that share one pass
-  // Bytes into the scratch, where `Work::x` comes first.
-  int64_t inner_offset_;
-  int64_t sums_offset_;
+
+  // Bytes of the parts of the scratch, in this order; after them, a buffer for each thread.
+  struct Sizes {
+    int64_t x = 0, inner = 0, packed_x = 0, packed_inner = 0, sums = 0;
+
+    int64_t total() const { return x + inner + packed_x + packed_inner + sums; }
+    Sizes times(int64_t n) const {
+      return {x * n, inner * n, packed_x * n, packed_inner * n, sums * n};
+    }
+  };
+  Sizes sizes_;
+  int64_t buffer_stride_ = 0;
 };
 
 }  // namespace moe

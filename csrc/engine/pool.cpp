@@ -57,6 +57,12 @@ Pool::Pool(const std::vector<Core>& cores, int threads)
                                 std::to_string(cores.size()) +
                                 ", or widen the process's CPU affinity");
   }
+  for (int i = 0; i < threads; ++i) {
+    const bool same =
+        i > 0 && cores[static_cast<size_t>(i)].node == cores[static_cast<size_t>(i) - 1].node;
+    if (!same) node_threads_.push_back(0);
+    ++node_threads_.back();
+  }
   shares_ = std::make_unique<Share[]>(static_cast<size_t>(kMaxPhases * threads));
   workers_.reserve(static_cast<size_t>(threads) - 1);
   for (int i = 1; i < threads; ++i) {
@@ -96,19 +102,30 @@ void Pool::run(const Phase* phases, int count, const void* context) {
   context_ = context;
   error_ = nullptr;
   failed_.store(false, std::memory_order_relaxed);
-  for (int i = 0; i < count; ++i) {
-    for (int t = 0; t < threads_; ++t) {
-      Share& share = shares_[static_cast<size_t>(i * threads_ + t)];
-      share.next.store(phases[i].count * t / threads_, std::memory_order_relaxed);
-      share.end = phases[i].count * (t + 1) / threads_;
-    }
-  }
+  for (int i = 0; i < count; ++i) share_out(phases[i], &shares_[static_cast<size_t>(i * threads_)]);
   if (threads_ > 1) {
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
   }
   work(0);
   if (error_) std::rethrow_exception(error_);
+}
+
+void Pool::share_out(const Phase& phase, Share* shares) const {
+  const auto fill = [&](int first_thread, int threads, int64_t begin, int64_t end) {
+    for (int t = 0; t < threads; ++t) {
+      Share& share = shares[first_thread + t];
+      share.next.store(begin + (end - begin) * t / threads, std::memory_order_relaxed);
+      share.end = begin + (end - begin) * (t + 1) / threads;
+    }
+  };
+  if (phase.node_ends == nullptr) return fill(0, threads_, 0, phase.count);
+  int thread = 0;
+  for (size_t node = 0; node < node_threads_.size(); ++node) {
+    const int64_t begin = node == 0 ? 0 : phase.node_ends[node - 1];
+    fill(thread, node_threads_[node], begin, phase.node_ends[node]);
+    thread += node_threads_[node];
+  }
 }
 
 void Pool::worker(int index, int cpu) {
@@ -128,20 +145,21 @@ void Pool::work(int index) {
   const int count = phase_count_;
   for (int i = 0; i < count; ++i) {
     for (int t = 0; t < threads_; ++t) {
-      run_share(phases[i], shares_[static_cast<size_t>(i * threads_ + (index + t) % threads_)]);
+      run_share(phases[i], shares_[static_cast<size_t>(i * threads_ + (index + t) % threads_)],
+                index);
     }
     arrive_and_wait();
   }
 }
 
-void Pool::run_share(const Phase& phase, Share& share) {
+void Pool::run_share(const Phase& phase, Share& share, int thread) {
   while (!failed_.load(std::memory_order_relaxed)) {
     // Looking first keeps a finished share's line shared between the threads that look.
     if (share.next.load(std::memory_order_relaxed) >= share.end) return;
     const int64_t task = share.next.fetch_add(1, std::memory_order_relaxed);
     if (task >= share.end) return;
     try {
-      phase.run(context_, task);
+      phase.run(context_, task, thread);
     } catch (...) {
       const std::lock_guard<std::mutex> lock(error_mutex_);
       if (!error_) error_ = std::current_exception();

@@ -13,10 +13,15 @@
 
 namespace moe {
 
-// `count` independent tasks: run(context, i) for each i in [0, count), in any order, by any thread.
+// `count` independent tasks: run(context, i, thread) for each i in [0, count), in any order, by any
+// of the threads [0, threads).
 struct Phase {
   int64_t count;
-  void (*run)(const void* context, int64_t task);
+  void (*run)(const void* context, int64_t task, int thread);
+  // Where the tasks of each NUMA node end, one number for each of the pool's nodes: a node's
+  // threads begin with its tasks. Null: the tasks are shared out evenly, in the order of the
+  // threads, which is that of the nodes.
+  const int64_t* node_ends = nullptr;
 };
 
 // The calling thread works too, so a pool of n threads starts n - 1, each pinned to a core of its
@@ -36,6 +41,8 @@ class Pool {
   void run(const Phase* phases, int count, const void* context);
 
   int threads() const { return threads_; }
+  // Threads of each NUMA node that has any, in the order of the threads.
+  const std::vector<int>& node_threads() const { return node_threads_; }
   // False in a process forked from the one that made the pool.
   bool usable() const;
   // Throws std::runtime_error where `usable` is false. To be called before taking the mutex, which
@@ -52,15 +59,17 @@ class Pool {
     int64_t end = 0;
   };
 
+  void share_out(const Phase& phase, Share* shares) const;
   void worker(int index, int cpu);
   void work(int index);
-  void run_share(const Phase& phase, Share& share);
+  void run_share(const Phase& phase, Share& share, int thread);
   void arrive_and_wait();
 
   static constexpr int kMaxPhases = 4;
 
   const int threads_;
   const int64_t owner_process_;
+  std::vector<int> node_threads_;
   std::recursive_mutex mutex_;
   std::vector<std::thread> workers_;
 

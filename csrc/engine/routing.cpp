@@ -47,9 +47,19 @@ void PairSorter::reserve(int64_t pairs, int64_t experts) {
   grow(groups_, experts);
   grow(pair_token_, pairs);
   grow(pair_weight_, pairs);
+  // Whatever the kernels' threshold: a block has a token at least.
+  grow(block_group_, pairs);
 }
 
-void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts) {
+// A packed group of c tokens has (c + kPackBlock - 1) / kPackBlock blocks, so the smallest packed
+// groups need the most for their pairs.
+int64_t PairSorter::max_blocks(int64_t pairs, int64_t packed_tokens) {
+  if (packed_tokens == 0) return 0;
+  return (pairs + kPackBlock - 1) / kPackBlock + (pairs + packed_tokens - 1) / packed_tokens;
+}
+
+void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts,
+                      int64_t packed_tokens) {
   const int64_t first = begin * routing.top_k;
   const int64_t last = end * routing.top_k;
   std::fill_n(position_.begin(), experts, 0);
@@ -58,13 +68,19 @@ void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_
     if (row >= 0) ++position_[static_cast<size_t>(row)];
   }
   group_count_ = 0;
+  block_count_ = 0;
   int64_t total = 0;
   for (int64_t row = 0; row < experts; ++row) {
     int64_t& position = position_[static_cast<size_t>(row)];
     const int64_t count = position;
     position = total;
     if (count == 0) continue;
-    groups_[static_cast<size_t>(group_count_++)] = {row, total, count};
+    const bool packed = packed_tokens > 0 && count >= packed_tokens;
+    groups_[static_cast<size_t>(group_count_)] = {row, total, count, packed ? block_count_ : -1};
+    for (int64_t token = 0; packed && token < count; token += kPackBlock) {
+      block_group_[static_cast<size_t>(block_count_++)] = static_cast<int32_t>(group_count_);
+    }
+    ++group_count_;
     total += count;
   }
   for (int64_t i = first; i < last; ++i) {

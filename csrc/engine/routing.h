@@ -28,10 +28,18 @@ class PairSorter {
  public:
   // Room for `pairs` pairs over `experts` experts; never shrinks.
   void reserve(int64_t pairs, int64_t experts);
-  // Sorts tokens [begin, end) of a checked routing; pair_token counts from `begin`.
-  void sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts);
+  // Sorts tokens [begin, end) of a checked routing; pair_token counts from `begin`. Groups of at
+  // least `packed_tokens` (unless it is 0) get blocks of packed tokens.
+  void sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts,
+            int64_t packed_tokens);
+
+  // The most blocks of packed tokens that `pairs` pairs can need.
+  static int64_t max_blocks(int64_t pairs, int64_t packed_tokens);
 
   const Group* groups() const { return groups_.data(); }
+  // The blocks of packed tokens, and the group that each belongs to.
+  int64_t block_count() const { return block_count_; }
+  const int32_t* block_group() const { return block_group_.data(); }
   int64_t group_count() const { return group_count_; }
   const int32_t* pair_token() const { return pair_token_.data(); }
   const float* pair_weight() const { return pair_weight_.data(); }
@@ -41,7 +49,9 @@ class PairSorter {
   std::vector<Group> groups_;
   std::vector<int32_t> pair_token_;
   std::vector<float> pair_weight_;
+  std::vector<int32_t> block_group_;
   int64_t group_count_ = 0;
+  int64_t block_count_ = 0;
 };
 
 }  // namespace moe

@@ -14,14 +14,15 @@
 namespace moe {
 namespace {
 
-std::vector<int> allowed_cpus() {
+// What thread `tid` of this process (0: the caller) may run on; empty where that is not known.
+std::vector<int> cpus_of_thread(pid_t tid) {
   // The kernel rejects a mask smaller than its own, so ask again with a larger one.
   for (int capacity = 1024; capacity <= 1 << 20; capacity *= 4) {
     cpu_set_t* mask = CPU_ALLOC(static_cast<size_t>(capacity));
     if (mask == nullptr) break;
     const size_t bytes = CPU_ALLOC_SIZE(static_cast<size_t>(capacity));
     std::vector<int> cpus;
-    if (sched_getaffinity(0, bytes, mask) == 0) {
+    if (sched_getaffinity(tid, bytes, mask) == 0) {
       for (int cpu = 0; cpu < capacity; ++cpu) {
         if (CPU_ISSET_S(static_cast<size_t>(cpu), bytes, mask)) cpus.push_back(cpu);
       }
@@ -29,8 +30,26 @@ std::vector<int> allowed_cpus() {
     CPU_FREE(mask);
     if (!cpus.empty()) return cpus;
   }
-  std::vector<int> cpus(std::max(1u, std::thread::hardware_concurrency()));
-  for (size_t i = 0; i < cpus.size(); ++i) cpus[i] = static_cast<int>(i);
+  return {};
+}
+
+std::vector<int> allowed_cpus() {
+  std::vector<int> cpus = cpus_of_thread(0);
+  if (cpus.size() == 1) {
+    // vLLM's CPU build pins each of its OpenMP threads, the one that calls us among them, to one
+    // CPU: the process may use all of those. Under `taskset` to one CPU all threads share it.
+    std::set<int> pinned(cpus.begin(), cpus.end());
+    std::error_code error;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task", error)) {
+      const std::vector<int> theirs = cpus_of_thread(std::atoi(entry.path().filename().c_str()));
+      if (theirs.size() == 1) pinned.insert(theirs.front());
+    }
+    cpus.assign(pinned.begin(), pinned.end());
+  }
+  if (cpus.empty()) {
+    cpus.resize(std::max(1u, std::thread::hardware_concurrency()));
+    for (size_t i = 0; i < cpus.size(); ++i) cpus[i] = static_cast<int>(i);
+  }
   return cpus;
 }
 

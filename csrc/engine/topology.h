@@ -10,8 +10,9 @@ struct Core {
   int node;  // its NUMA node, 0 on a machine without NUMA
 };
 
-// One entry for each physical core in the process's affinity mask (which cpusets and containers
-// narrow), ordered by node, then by CPU. SMT siblings are left out: two threads of one core share
+// One entry for each physical core in the calling thread's affinity mask (which cpusets and
+// containers narrow; where every thread is pinned to a CPU of its own, in all of their masks),
+// ordered by node, then by CPU. SMT siblings are left out: two threads of one core share
 // its load ports and gain nothing from a stream out of memory.
 // Where /sys does not tell, every allowed CPU counts as a core of node 0. Never empty.
 std::vector<Core> physical_cores();

@@ -286,7 +286,7 @@ inline void round_sums(const moe::Work& work, int64_t begin, int64_t end) {
 }
 
 template <class W>
-void up(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end) {
+void up(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end, std::byte*) {
   using Operand = typename W::Operand;
   const moe::Layer& layer = *work.layer;
   Block block;
@@ -314,34 +314,36 @@ void up(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t e
 }
 
 template <class W>
-void down(const moe::Work& work, int64_t begin, int64_t end) {
+void down_group(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end) {
   using Operand = typename W::Operand;
   const moe::Layer& layer = *work.layer;
   alignas(64) float block[kTokenBlock * kRowBlock];
   const Operand* inner[kTokenBlock];
-  clear_sums(work, begin, end);
-  for (int64_t g = 0; g < work.group_count; ++g) {
-    const moe::Group& group = work.groups[g];
-    for (int64_t t = 0; t < group.count; t += kTokenBlock) {
-      const int64_t tokens = min_of(kTokenBlock, group.count - t);
-      const int64_t pair = group.begin + t;
-      for (int64_t i = 0; i < tokens; ++i) {
-        inner[i] = reinterpret_cast<const Operand*>(work.inner) + (pair + i) * work.inner_stride;
-      }
-      const Product<W> product{
-          layer.w2, group.expert, work.inner_begin, work.inner_end - work.inner_begin,
-          inner,    tokens};
-      for (int64_t row = begin; row < end; row += kRowBlock) {
-        const int64_t rows = min_of(kRowBlock, end - row);
-        product(row, 1, rows, block);
-        add_block(work, group.expert, pair, tokens, row, rows, block);
-      }
+  for (int64_t t = 0; t < group.count; t += kTokenBlock) {
+    const int64_t tokens = min_of(kTokenBlock, group.count - t);
+    const int64_t pair = group.begin + t;
+    for (int64_t i = 0; i < tokens; ++i) {
+      inner[i] = reinterpret_cast<const Operand*>(work.inner) + (pair + i) * work.inner_stride;
+    }
+    const int64_t columns = work.inner_end - work.inner_begin;
+    const Product<W> product{layer.w2, group.expert, work.inner_begin, columns, inner, tokens};
+    for (int64_t row = begin; row < end; row += kRowBlock) {
+      const int64_t rows = min_of(kRowBlock, end - row);
+      product(row, 1, rows, block);
+      add_block(work, group.expert, pair, tokens, row, rows, block);
     }
   }
+}
+
+template <class W>
+void down(const moe::Work& work, int64_t begin, int64_t end, std::byte*) {
+  clear_sums(work, begin, end);
+  for (int64_t g = 0; g < work.group_count; ++g) down_group<W>(work, work.groups[g], begin, end);
   round_sums(work, begin, end);
 }
 
 template <class W>
-constexpr moe::Kernels kKernels{sizeof(typename W::Operand), prepare<W>, up<W>, down<W>};
+constexpr moe::Kernels kKernels{
+    sizeof(typename W::Operand), prepare<W>, up<W>, down<W>, 0, nullptr, nullptr};
 
 }  // namespace

@@ -1,10 +1,13 @@
 #include "kernels/isa.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 
 #ifdef MOE_X86
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace moe {
@@ -52,26 +55,69 @@ bool has_avx512_bf16() {
   return has_avx512() && bit(cpuid(7, 1).a, 5) /* BF16 */ && bit(cpuid(7, 0).c, 11) /* VNNI */;
 }
 
+#ifdef MOE_EMULATE_AMX
+
+bool has_amx() { return has_avx512_bf16(); }
+bool may_use_tiles() { return true; }
+
+#else
+
+// Linux gives a process the large tile state only when it asks for it.
+bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+bool has_amx() {
+  constexpr uint64_t kTiles = 0x60000;  // tile configuration and data
+  const uint32_t flags = cpuid(7, 0).d;
+  return has_avx512_bf16() && (os_state() & kTiles) == kTiles && bit(flags, 22) /* AMX-BF16 */ &&
+         bit(flags, 24) /* AMX-TILE */;
+}
+
 #endif
 
-#define MOE_ALL_FORMATS(isa)                                         \
-  [](Format format, Dtype dtype) {                                   \
-    if (const Kernels* kernels = isa::plain(format)) return kernels; \
-    if (const Kernels* kernels = isa::bytes(format)) return kernels; \
-    return isa::nibbles(format, dtype);                              \
-  }
+#endif
+
+// The first of the three kinds that has the format; null where the set leaves it to another.
+#define MOE_FIND(isa, format, dtype)                   \
+  isa::plain(format) != nullptr   ? isa::plain(format) \
+  : isa::bytes(format) != nullptr ? isa::bytes(format) \
+                                  : isa::nibbles(format, dtype)
+
+const Kernels* scalar_kernels(Format format, Dtype dtype) {
+  return MOE_FIND(scalar, format, dtype);
+}
+
+#ifdef MOE_X86
+
+const Kernels* avx2_kernels(Format format, Dtype dtype) { return MOE_FIND(avx2, format, dtype); }
+
+const Kernels* avx512_kernels(Format format, Dtype dtype) {
+  return MOE_FIND(avx512, format, dtype);
+}
+
+const Kernels* avx512_bf16_kernels(Format format, Dtype dtype) {
+  const Kernels* own = avx512_bf16::plain(format);
+  return own != nullptr ? own : avx512_kernels(format, dtype);
+}
+
+const Kernels* amx_kernels(Format format, Dtype dtype) {
+  const Kernels* own = MOE_FIND(amx, format, dtype);
+  return own != nullptr ? own : avx512_bf16_kernels(format, dtype);
+}
+
+#endif
+#undef MOE_FIND
 
 std::vector<Isa> detect() {
-  std::vector<Isa> found{{"scalar", MOE_ALL_FORMATS(scalar)}};
+  std::vector<Isa> found{{"scalar", scalar_kernels, nullptr, nullptr}};
 #ifdef MOE_X86
-  if (has_avx2()) found.push_back({"avx2", MOE_ALL_FORMATS(avx2)});
-  if (has_avx512()) found.push_back({"avx512", MOE_ALL_FORMATS(avx512)});
-  if (has_avx512_bf16()) {
-    found.push_back({"avx512_bf16", [](Format format, Dtype dtype) {
-                       const Kernels* own = avx512_bf16::plain(format);
-                       return own != nullptr ? own : MOE_ALL_FORMATS(avx512)(format, dtype);
-                     }});
-  }
+  if (has_avx2()) found.push_back({"avx2", avx2_kernels, nullptr, nullptr});
+  if (has_avx512()) found.push_back({"avx512", avx512_kernels, nullptr, nullptr});
+  if (has_avx512_bf16()) found.push_back({"avx512_bf16", avx512_bf16_kernels, nullptr, nullptr});
+  if (has_amx()) found.push_back({"amx", amx_kernels, amx::multiply_tiles, may_use_tiles});
 #endif
   return found;
 }
@@ -85,10 +131,17 @@ const std::vector<Isa>& available_isas() {
 
 const Isa& select_isa(const std::string& name) {
   const std::vector<Isa>& isas = available_isas();
-  if (name.empty()) return isas.back();
+  if (name.empty()) {
+    const auto automatic = [](const Isa& isa) { return isa.acquire == nullptr; };
+    return *std::find_if(isas.rbegin(), isas.rend(), automatic);
+  }
   std::string known;
   for (const Isa& isa : isas) {
-    if (name == isa.name) return isa;
+    if (name == isa.name) {
+      if (isa.acquire == nullptr || isa.acquire()) return isa;
+      throw std::invalid_argument("the operating system refuses this process the state of '" +
+                                  name + "': unset VLLM_MOE_OFFLOAD_ISA to take another");
+    }
     known += (known.empty() ? "" : ", ") + std::string(isa.name);
   }
   throw std::invalid_argument("instruction set '" + name +

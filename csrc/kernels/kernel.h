@@ -16,7 +16,7 @@ inline constexpr int64_t kTokenBlock = 64;
 inline constexpr int64_t kRowBlock = 32;
 // Row ranges of tasks are multiples of this, so that the same rows always share a register block
 // and a sum does not depend on how the work was split.
-inline constexpr int64_t kRowAlign = 8;
+inline constexpr int64_t kRowAlign = 16;
 // Operand rows are padded with zeros to a multiple of this many elements: kernels need no tail on
 // the activations' side.
 inline constexpr int64_t kOperandAlign = 32;
@@ -81,11 +81,15 @@ struct Layer {
   bool router_weight_on_input;
 };
 
+// Tokens of a packed group are packed in blocks of this many.
+inline constexpr int64_t kPackBlock = 16;
+
 // The tokens of one expert: pairs [begin, begin + count) of the lists in `Work`.
 struct Group {
   int64_t expert;
   int64_t begin;
   int64_t count;
+  int64_t packed;  // its first block of packed tokens, or -1 if it is not packed
 };
 
 // One call's operands. A pair is one (token, expert); pairs are sorted by expert.
@@ -98,10 +102,13 @@ struct Work {
   const int32_t* pair_token;
   const float* pair_weight;
   int64_t tokens;
+  const void* source;  // [T, H] in the layer's dtype
   const std::byte* x;  // [T, x_stride] operand elements, made by `prepare`
   int64_t x_stride;
   std::byte* inner;  // [pairs, inner_stride] operand elements: the activated intermediate rows
   int64_t inner_stride;
+  std::byte* packed_x;      // operands of packed groups, in the kernels' own layout: kPackBlock
+  std::byte* packed_inner;  // columns of bf16 for each of the blocks' tokens and 32 columns
   int64_t inner_begin;
   int64_t inner_end;
   float* sums;  // [T, H]: the output, or scratch when `rounded` is the output
@@ -116,10 +123,18 @@ struct Kernels {
   // Rows of `source` ([count, H] in the layer's dtype) to operand rows, padding included.
   void (*prepare)(const Layer& layer, const void* source, int64_t count, std::byte* x,
                   int64_t x_stride);
-  // Rows [begin, end) of the intermediate dimension for every token of one group.
-  void (*up)(const Work& work, const Group& group, int64_t begin, int64_t end);
+  // Rows [begin, end) of the intermediate dimension for every token of one group. `buffer` is the
+  // thread's own.
+  void (*up)(const Work& work, const Group& group, int64_t begin, int64_t end, std::byte* buffer);
   // Columns [begin, end) of the output for every token and every group, in the groups' order.
-  void (*down)(const Work& work, int64_t begin, int64_t end);
+  void (*down)(const Work& work, int64_t begin, int64_t end, std::byte* buffer);
+
+  // Groups of at least this many tokens are packed first; 0: never.
+  int64_t packed_tokens;
+  // Packs one block of a group.
+  void (*pack)(const Work& work, const Group& group, int64_t block);
+  // Bytes of a thread's buffer; null: none.
+  int64_t (*buffer_bytes)(const Layer& layer);
 };
 
 // Each instruction set defines these in its own namespace: one for each kind of format, null where
@@ -136,5 +151,10 @@ MOE_DECLARE_KERNELS(avx512)
 MOE_DECLARE_KERNELS(avx512_bf16)
 MOE_DECLARE_KERNELS(amx)
 #undef MOE_DECLARE_KERNELS
+
+namespace amx {
+// Issues `count` tile products (16 by 32 by 16), to find how fast they can be.
+void multiply_tiles(int64_t count);
+}  // namespace amx
 
 }  // namespace moe

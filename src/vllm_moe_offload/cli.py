@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from vllm_moe_offload import demo as demonstration
 
@@ -46,6 +47,6 @@ def demo(
             policy=policy,
         )
     except demonstration.DemoError as error:
-        console.print(f"[bold red]error:[/] {error}")
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from None
     raise typer.Exit(0 if same else 1)

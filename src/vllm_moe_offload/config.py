@@ -6,6 +6,8 @@ Settings come from ``--additional-config '{"moe_offload": {...}}'`` and from env
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -17,6 +19,9 @@ ADDITIONAL_CONFIG_KEY = "moe_offload"
 ENVIRONMENT_PREFIX = "VLLM_MOE_OFFLOAD_"
 # Read by the expert engine itself (it also runs without vLLM), so not a setting of this model.
 ENGINE_VARIABLES = frozenset({"VLLM_MOE_OFFLOAD_ISA"})
+
+# The names under which vLLM finds the plugin.
+PLUGIN_NAMES = frozenset({"moe_offload", "cpu_offload_moe"})
 
 Mode = Literal["cache", "cpu"]
 PLANNED_MODES = ("hybrid", "auto", "stream")
@@ -66,6 +71,9 @@ class OffloadConfig(BaseModel):
                 f"unknown: {', '.join(map(str, unknown))}; "
                 f"what exists: {', '.join(cls.model_fields)}"
             )
+        for name, value in data.items():
+            if isinstance(value, bool):
+                raise ValueError(f"{name}={value}: true and false are no values of it")
         if data.get("mode") in PLANNED_MODES:
             raise ValueError(
                 f"mode={data['mode']!r} is not built yet; modes that are: "
@@ -115,35 +123,20 @@ class OffloadConfig(BaseModel):
 
         Raises ConfigError when a setting is wrong or the two sources disagree on one.
         """
-        given: dict[str, Any] = {}
-        if isinstance(additional_config, Mapping) and ADDITIONAL_CONFIG_KEY in additional_config:
-            value = additional_config[ADDITIONAL_CONFIG_KEY]
-            if not isinstance(value, Mapping):
-                raise ConfigError(
-                    f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping of settings "
-                    f"(what exists: {', '.join(cls.model_fields)}), got {value!r}"
-                )
-            given = dict(value)
-            asked = True
-        else:
-            asked = False
-        from_environment = {
-            name[len(ENVIRONMENT_PREFIX) :].lower(): text
-            for name, text in environment.items()
-            if name.startswith(ENVIRONMENT_PREFIX) and name not in ENGINE_VARIABLES
-        }
-        if not asked and not from_environment:
+        given = _section(additional_config)
+        from_environment = _variables(environment)
+        if given is None and not from_environment:
             return None
-        checked = cls.parse(from_environment) if from_environment else None
-        for name in from_environment:
-            value = getattr(checked, name)
-            if name in given and given[name] != value:
+        explicit = cls.parse(given or {})
+        variables = cls.parse(from_environment)
+        for name in set(explicit.model_fields_set) & set(variables.model_fields_set):
+            if getattr(explicit, name) != getattr(variables, name):
                 raise ConfigError(
-                    f"{name} is {given[name]!r} in additional_config and {value!r} in "
-                    f"{ENVIRONMENT_PREFIX}{name.upper()}: set it in one place"
+                    f"{name} is {getattr(explicit, name)!r} in additional_config and "
+                    f"{getattr(variables, name)!r} in {ENVIRONMENT_PREFIX}{name.upper()}: "
+                    "set it in one place"
                 )
-            given[name] = value
-        return cls.parse(given)
+        return cls.parse({**explicit.settings(), **variables.settings()})
 
     def settings(self) -> dict[str, Any]:
         """The settings that were given, as plain JSON values: `parse` of them gives this again."""
@@ -153,10 +146,60 @@ class OffloadConfig(BaseModel):
 def moe_offload_args(**settings: Any) -> dict[str, Any]:
     """Keyword arguments for ``vllm.LLM(...)`` that turn offload on with these settings.
 
-    ``LLM(model, **moe_offload_args(slots_per_layer=8))``. Raises ConfigError like the server does.
+    ``LLM(model, **moe_offload_args(slots_per_layer=8))``. Raises ConfigError like the server does,
+    and when VLLM_PLUGINS keeps vLLM from loading this plugin.
     """
     config = OffloadConfig.parse(settings)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and not PLUGIN_NAMES & set(allowed.split(",")):
+        raise ConfigError(
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading this plugin, so nothing would be "
+            "offloaded: add moe_offload to it, or unset it"
+        )
     return {"additional_config": {ADDITIONAL_CONFIG_KEY: config.settings()}}
+
+
+def _section(additional_config: Any) -> dict[str, Any] | None:
+    """The settings in `additional_config`, or None; ConfigError for a misspelt section."""
+    if not isinstance(additional_config, Mapping):
+        return None
+    for key in additional_config:
+        if key != ADDITIONAL_CONFIG_KEY and difflib.get_close_matches(
+            str(key).lower().replace("-", "_"), [ADDITIONAL_CONFIG_KEY], cutoff=0.85
+        ):
+            raise ConfigError(
+                f"additional_config has {key!r}: did you mean {ADDITIONAL_CONFIG_KEY!r}?"
+            )
+    if ADDITIONAL_CONFIG_KEY not in additional_config:
+        return None
+    value = additional_config[ADDITIONAL_CONFIG_KEY]
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping of settings "
+            f"(what exists: {', '.join(OffloadConfig.model_fields)}), got {value!r}"
+        )
+    return dict(value)
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The settings in the environment; ConfigError for a variable that looks like one."""
+    found = {}
+    for name, text in environment.items():
+        if not name.upper().startswith(ENVIRONMENT_PREFIX.rstrip("_")) or name in ENGINE_VARIABLES:
+            continue
+        setting = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if name != ENVIRONMENT_PREFIX + setting.upper():
+            raise ConfigError(
+                f"the environment variable {name} is no setting; those are: "
+                + ", ".join(variable_names())
+            )
+        found[setting] = text
+    return found
+
+
+def variable_names() -> list[str]:
+    """The environment variables of the settings."""
+    return [ENVIRONMENT_PREFIX + name.upper() for name in OffloadConfig.model_fields]
 
 
 def _explain(error: ValidationError) -> str:

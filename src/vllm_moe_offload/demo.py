@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_moe_offload.config import OffloadConfig
@@ -62,15 +63,24 @@ def run(
             f"no model in {model}: run this in a checkout of the repository, or name a folder "
             "with --model"
         )
+    num_experts = _num_experts(settings_file)
+    if slots is None and num_experts is None:
+        raise DemoError(f"{settings_file} names no number of experts: give --slots")
     if slots is None:
-        slots = max(1, _num_experts(settings_file) // 4)
+        slots = max(1, (num_experts or 0) // 4)
+    if num_experts is not None and slots > num_experts:
+        raise DemoError(f"--slots {slots}: {model} has {num_experts} experts a layer, give fewer")
+    if not all(prompts):
+        raise DemoError("--prompt is empty: give some text to continue")
     settings = {"mode": "cache", "slots_per_layer": slots, "policy": policy}
     try:
         OffloadConfig.parse(settings)
     except ConfigError as error:
         raise DemoError(str(error)) from None
 
-    console.rule(f"{model.name} with {slots} slots a layer, the other experts in host memory")
+    console.rule(
+        f"{escape(model.name)} with {slots} slots a layer, the other experts in host memory"
+    )
     console.print("starting vLLM ...", style="dim")
     ours = _in_a_process(model, prompts, max_tokens, settings, print_text=True)
     console.rule("the same prompts without offload")
@@ -90,12 +100,12 @@ def run(
     return same
 
 
-def _num_experts(settings_file: Path) -> int:
+def _num_experts(settings_file: Path) -> int | None:
     settings = json.loads(settings_file.read_text())
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if isinstance(settings.get(name), int):
             return int(settings[name])
-    raise DemoError(f"{settings_file} names no number of experts: give --slots")
+    return None
 
 
 def _in_a_process(

@@ -33,6 +33,17 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/model_executor/layers/fused_moe/routed_experts.py": {
         "RoutedExperts": {
             "__init__": ["self", "layer_name", "params_dtype", "moe_config", "quant_config"],
+            "weight_loader": [
+                "self",
+                "param",
+                "loaded_weight",
+                "weight_name",
+                "shard_id",
+                "expert_id",
+                "return_success",
+            ],
+            "_expert_map": None,
+            "local_num_experts": None,
             "_get_quant_method": ["self", "prefix", "quant_config", "moe_config"],
             "forward_modular": [
                 "self",
@@ -69,7 +80,30 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
         "FusedMoEMethodBase": {"is_monolithic": None}
     },
     "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": {
-        "UnquantizedFusedMoEMethod": {"process_weights_after_loading": ["self", "layer"]}
+        "UnquantizedFusedMoEMethod": {
+            "process_weights_after_loading": ["self", "layer"],
+            "apply": [
+                "self",
+                "layer",
+                "x",
+                "topk_weights",
+                "topk_ids",
+                "shared_experts",
+                "shared_experts_input",
+            ],
+        }
+    },
+    "vllm/model_executor/layers/quantization/fp8.py": {
+        "Fp8MoEMethod": {
+            "process_weights_after_loading": ["self", "layer"],
+            "block_quant": None,
+        }
+    },
+    "vllm/model_executor/model_loader/weight_utils.py": {
+        "": {"initialize_single_dummy_weight": ["param"]}
+    },
+    "vllm/model_executor/model_loader/utils.py": {
+        "": {"device_loading_context": ["module", "target_device"]}
     },
     "vllm/forward_context.py": {
         "": {"get_forward_context": [], "is_forward_context_available": []},
@@ -86,6 +120,9 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
         }
     },
     "vllm/config/model.py": {"ModelConfig": {"enable_sleep_mode": None}},
+    "vllm/platforms/interface.py": {"Platform": {"is_cpu": ["self"], "is_cuda": ["self"]}},
+    "vllm/config/cache.py": {"CacheConfig": {"gpu_memory_utilization": None}},
+    "vllm/config/load.py": {"LoadConfig": {"load_format": None}},
     "vllm/config/offload.py": {
         "UVAOffloadConfig": {"cpu_offload_gb": None},
         "PrefetchOffloadConfig": {"offload_group_size": None},
@@ -154,7 +191,7 @@ def _class_body(tree: ast.Module, name: str) -> list[ast.stmt]:
 
 
 def _definitions(body: list[ast.stmt]) -> dict[str, list[str] | None]:
-    """Functions with their parameters; properties, assigned names and ``self.x = ...`` as None."""
+    """Functions with their parameters; as None properties, constants and what ``self`` is given."""
     found: dict[str, list[str] | None] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -172,11 +209,12 @@ def _definitions(body: list[ast.stmt]) -> dict[str, list[str] | None]:
                 ):
                     found.setdefault(inner.attr, None)
                 if (
-                    isinstance(inner, ast.AnnAssign)
-                    and isinstance(inner.target, ast.Attribute)
-                    and not inner.value
+                    isinstance(inner, ast.Call)
+                    and isinstance(inner.func, ast.Attribute)
+                    and inner.func.attr == "register_buffer"
+                    and isinstance(inner.args[0], ast.Constant)
                 ):
-                    found.setdefault(inner.target.attr, None)
+                    found.setdefault(str(inner.args[0].value), None)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found[node.target.id] = None
         elif isinstance(node, ast.Assign):

@@ -16,7 +16,7 @@ def make() -> tuple[dict[str, torch.Tensor], ExpertLayout]:
 
 def test_fetch_copies_every_tensor_of_the_expert_and_nothing_else() -> None:
     host, layout = make()
-    cache = HostDevice().slot_cache(layout, host, 2)
+    cache = HostDevice().slot_cache(host, layout.empty(2))
     for tensor in cache.tensors.values():
         tensor.fill_(-7)
     cache.fetch([(3, 1)])
@@ -27,7 +27,7 @@ def test_fetch_copies_every_tensor_of_the_expert_and_nothing_else() -> None:
 
 def test_publish_maps_the_experts_of_the_wave_alone_and_never_the_sentinel() -> None:
     host, layout = make()
-    cache = HostDevice().slot_cache(layout, host, 3)
+    cache = HostDevice().slot_cache(host, layout.empty(3))
     cache.publish(Wave(experts=(2, 0), slots=(1, 2), fetched=0))
     assert cache.expert_map.tolist() == [2, -1, 1, -1, -1]
     cache.publish(Wave(experts=(3,), slots=(0,), fetched=1))

@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 CHUNK = 64  # tokens of one step: longer prompts are prefilled in several
 NEW_TOKENS = 12
+ALLOWED = 1.25  # how much further from float32 than stock is still the same
 
 
 @contextmanager
@@ -26,10 +27,9 @@ def engine(model: Path, *, dtype: str = "float32", **arguments: Any) -> Iterator
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=CHUNK,
-        kv_cache_memory_bytes=64 << 20,
         enable_prefix_caching=False,
         seed=0,
-        **({"enforce_eager": True} | arguments),
+        **({"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20} | arguments),
     )
     try:
         yield llm
@@ -108,3 +108,17 @@ def resize(llm: LLM, slots: int) -> None:
     """Give every layer `slots` empty slots and start counting again."""
     llm.collective_rpc("moe_offload_resize", args=(slots,))
     llm.collective_rpc("moe_offload_reset_stats")
+
+
+def errors(of: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
+    """Mean and 99th percentile of the absolute error."""
+    error = np.abs(of - reference)
+    return float(error.mean()), float(np.percentile(error, 99))
+
+
+def is_no_further(ours: np.ndarray, stock: np.ndarray, reference: np.ndarray) -> bool:
+    """Whether both figures of ours are at most `ALLOWED` of stock's."""
+    return all(
+        mine <= ALLOWED * theirs
+        for mine, theirs in zip(errors(ours, reference), errors(stock, reference), strict=True)
+    )

@@ -7,7 +7,6 @@ Each check is shown to fail when a fault is planted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,18 +19,19 @@ pytest.importorskip("vllm")
 from tests.e2e.engines import (  # noqa: E402
     Prompts,
     engine,
+    errors,
     greedy,
+    is_no_further,
     log_probabilities,
     resize,
     sequences_of,
     stats,
 )
+from tests.e2e.faults import FAULTS  # noqa: E402
 from vllm_moe_offload import moe_offload_args  # noqa: E402
 from vllm_moe_offload.device.host import HostSlotCache  # noqa: E402
-from vllm_moe_offload.routing import Wave  # noqa: E402
 
 DEMO = Path(__file__).parents[2] / "models" / "demo-moe"
-ALLOWED = 1.25
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,11 @@ def test_float32_gives_identical_tokens_with_any_number_of_slots(model: Model) -
             resize(ours, slots)
             assert greedy(ours, model.prompts) == model.tokens, f"{slots} slots"
             done = stats(ours)
-            assert done["misses"] > 0
+            assert (done["misses"] > 0) == (slots < model.num_experts)
             assert all(layer["slots"] == slots for layer in done["layers"].values())
             assert done["bytes_fetched"] == sum(
                 layer["misses"] * layer["expert_bytes"] for layer in done["layers"].values()
             )
-            if slots == model.num_experts:
-                assert done["misses"] <= model.num_experts * len(done["layers"])
 
 
 def test_float32_gives_identical_tokens_computed_by_the_cpu(model: Model) -> None:
@@ -91,20 +89,6 @@ def test_float32_gives_identical_tokens_computed_by_the_cpu(model: Model) -> Non
         done = stats(ours)
         assert done["cpu_experts"] > 0
         assert (done["hits"], done["misses"], done["device_bytes"]) == (0, 0, 0)
-
-
-def errors(of: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
-    """Mean and 99th percentile of the absolute error."""
-    error = np.abs(of - reference)
-    return float(error.mean()), float(np.percentile(error, 99))
-
-
-def is_no_further(ours: np.ndarray, stock: np.ndarray, reference: np.ndarray) -> bool:
-    """The check of bf16: both figures of ours at most 1.25 of stock's."""
-    return all(
-        mine <= ALLOWED * theirs
-        for mine, theirs in zip(errors(ours, reference), errors(stock, reference), strict=True)
-    )
 
 
 def test_bf16_is_no_further_from_float32_than_stock_is(model: Model) -> None:
@@ -119,7 +103,7 @@ def test_bf16_is_no_further_from_float32_than_stock_is(model: Model) -> None:
             )
         for name, plant in FAULTS.items():
             with pytest.MonkeyPatch.context() as patch:
-                plant(patch)
+                plant(patch, HostSlotCache)
                 resize(ours, model.num_experts // 4)
                 got = log_probabilities(ours, model.sequences)
             assert not is_no_further(got, model.stock_bf16, model.reference), (
@@ -133,67 +117,6 @@ def test_float32_check_catches_every_planted_fault(model: Model) -> None:
     with engine(model.path, **moe_offload_args(slots_per_layer=1)) as ours:
         for name, plant in FAULTS.items():
             with pytest.MonkeyPatch.context() as patch:
-                plant(patch)
+                plant(patch, HostSlotCache)
                 resize(ours, model.num_experts // 4)
                 assert greedy(ours, model.prompts) != model.tokens, name
-
-
-def drop_an_expert(patch: pytest.MonkeyPatch) -> None:
-    publish = HostSlotCache.publish
-
-    def faulty(self: HostSlotCache, wave: Wave) -> None:
-        publish(self, wave)
-        self.expert_map[3] = -1
-
-    patch.setattr(HostSlotCache, "publish", faulty)
-
-
-def swap_two_experts(patch: pytest.MonkeyPatch) -> None:
-    fetch = HostSlotCache.fetch
-
-    def faulty(self: HostSlotCache, pairs: list[tuple[int, int]]) -> None:
-        swapped = {1: 3, 3: 1}
-        fetch(self, [(swapped.get(expert, expert), slot) for expert, slot in pairs])
-
-    patch.setattr(HostSlotCache, "fetch", faulty)
-
-
-def leave_a_slot_stale(patch: pytest.MonkeyPatch) -> None:
-    fetch = HostSlotCache.fetch
-
-    def faulty(self: HostSlotCache, pairs: list[tuple[int, int]]) -> None:
-        fetch(self, [(expert, slot) for expert, slot in pairs if slot != 1 or not self.filled(1)])
-
-    patch.setattr(HostSlotCache, "filled", _filled_once(), raising=False)
-    patch.setattr(HostSlotCache, "fetch", faulty)
-
-
-def _filled_once() -> Callable[[HostSlotCache, int], bool]:
-    seen: set[tuple[int, int]] = set()
-
-    def filled(self: HostSlotCache, slot: int) -> bool:
-        before = (id(self), slot) in seen
-        seen.add((id(self), slot))
-        return before
-
-    return filled
-
-
-def scale_one_tensor(patch: pytest.MonkeyPatch) -> None:
-    fetch = HostSlotCache.fetch
-
-    def faulty(self: HostSlotCache, pairs: list[tuple[int, int]]) -> None:
-        fetch(self, pairs)
-        for expert, slot in pairs:
-            if expert == 3:
-                self.tensors["w2_weight"][slot].mul_(1.5)
-
-    patch.setattr(HostSlotCache, "fetch", faulty)
-
-
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "one expert dropped": drop_an_expert,
-    "two experts swapped": swap_two_experts,
-    "one slot left stale": leave_a_slot_stale,
-    "one scale wrong": scale_one_tensor,
-}

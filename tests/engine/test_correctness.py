@@ -66,7 +66,7 @@ def test_each_activation_in_each_format(
 ) -> None:
     spec = make_spec(96, 64, format, activation=activation, bias=True)
     shard = make_shard(spec, 2)
-    for rows in ROWS[:-1]:
+    for rows in (1, 7, 40):
         check(engine, spec, shard, random_batch(spec, rows, 1, (0, 2), generator))
 
 
@@ -74,10 +74,10 @@ def test_each_activation_in_each_format(
 def test_odd_sizes(
     engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator, format: Format
 ) -> None:
-    for hidden, intermediate in [(2, 2), (8, 5), (34, 17), (100, 52), (144, 65), (300, 200)]:
+    for hidden, intermediate in [(2, 2), (8, 5), (34, 17), (100, 52), (300, 200)]:
         spec = make_spec(hidden, intermediate, format, bias=True)
         shard = make_shard(spec, 3)
-        for rows in (1, 5, 20, 40):
+        for rows in (1, 5, 40):
             check(engine, spec, shard, random_batch(spec, rows, 2, (0, 3), generator))
 
 
@@ -277,7 +277,7 @@ def test_nan_in_gives_nan_out(engine: CpuExpertEngine, make_shard: MakeShard) ->
 
 @given(data=st.data())
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_routing(engine: CpuExpertEngine, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
+from pathlib import Path
 
 import psutil
 import pytest
@@ -10,7 +13,25 @@ import torch
 
 from vllm_moe_offload import MemoryShortError
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
-from vllm_moe_offload.host import HostStore
+from vllm_moe_offload.host import HostStore, fill_dummy, pages
+from vllm_moe_offload.host.pages import PIECE, available_memory, map_pages, node_cpus, touch
+
+
+class Registry:
+    """Stands for a device: what it was told to register, and still is."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    def register(self, address: int, nbytes: int) -> None:
+        assert address not in self.registered
+        self.registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        del self.registered[address]
+
+    def store(self) -> HostStore:
+        return HostStore(self.register, self.unregister)
 
 
 def spec(hidden: int = 40, intermediate: int = 12, *, bias: bool = False) -> ExpertSpec:
@@ -18,7 +39,7 @@ def spec(hidden: int = 40, intermediate: int = 12, *, bias: bool = False) -> Exp
 
 
 def test_blocks_have_the_layouts_shapes_and_are_zero() -> None:
-    store = HostStore()
+    store = Registry().store()
     layout = spec(bias=True).layout
     tensors = store.allocate(layout, 7)
     assert tuple(tensors) == layout.names
@@ -30,32 +51,101 @@ def test_blocks_have_the_layouts_shapes_and_are_zero() -> None:
     assert store.nbytes == 7 * layout.nbytes
 
 
-def test_memory_is_exact_and_given_back() -> None:
+def test_memory_is_exact_registered_whole_and_given_back() -> None:
     process = psutil.Process()
+    registry = Registry()
     layout = spec(1024, 1024 + 100).layout  # 6.75 MB an expert: nothing like a power of two
     gc.collect()
     before = process.memory_info().rss
-    tensors = HostStore().allocate(layout, 40)
-    for tensor in tensors.values():
-        tensor.fill_(1)
+    store = registry.store()
+    tensors = store.allocate(layout, 40)
+    assert process.memory_info().rss - before < 8 << 20, "addresses only until prepare"
+    assert not registry.registered
+    store.prepare()
     taken = process.memory_info().rss - before
     assert taken <= 40 * layout.nbytes * 1.03 + (8 << 20)
     assert taken >= 40 * layout.nbytes * 0.97 - (8 << 20)
-    del tensor, tensors
+    assert sum(registry.registered.values()) == 40 * layout.nbytes
+    store.prepare()  # nothing is registered twice
+    view = tensors["w2_weight"][3]
+    del tensors
     gc.collect()
+    assert sum(registry.registered.values()) == view.nbytes * 40, "a view keeps its block"
+    del view
+    gc.collect()
+    assert not registry.registered
     assert process.memory_info().rss - before < 40 * layout.nbytes * 0.2
 
 
+def test_touching_keeps_what_is_there_and_counts_every_byte() -> None:
+    values = torch.arange(3 << 20, dtype=torch.int64)
+    address, nbytes = values.data_ptr(), values.nbytes
+    assert sum(touch([(address, nbytes)])) == nbytes
+    assert torch.equal(values, torch.arange(3 << 20, dtype=torch.int64))
+
+
+def test_pieces_cover_a_block() -> None:
+    parts = pages.pieces(4096, 2 * PIECE + 5)
+    assert [nbytes for _, nbytes in parts] == [PIECE, PIECE, 5]
+    assert parts[2][0] == 4096 + 2 * PIECE
+    assert set().union(*node_cpus()) <= os.sched_getaffinity(0)
+
+
 def test_too_little_memory_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = spec(1024, 1024).layout
+    registry = Registry()
+    store = registry.store()
+    for _ in range(3):  # each layer would fit, all of them do not
+        store.allocate(spec(1024, 1024).layout, 64)
     available = psutil.virtual_memory()._replace(available=2**30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    with pytest.raises(MemoryShortError, match=r"need 1\.50 GiB .*256 experts.*1\.00 GiB are av"):
-        HostStore().allocate(layout, 256)
+    monkeypatch.setattr(pages, "_CGROUP", Path("nowhere"))
+    with pytest.raises(MemoryShortError, match=r"need 1\.12 GiB .*1\.00 GiB are available.*locked"):
+        store.prepare()
+    assert not registry.registered
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_dummy_numbers_fill_every_expert_and_repeat(dtype: torch.dtype) -> None:
+    def filled() -> dict[str, torch.Tensor]:
+        tensors = {
+            "w2_weight": torch.full((5, 8, 16), 7.0).to(dtype),
+            "w2_weight_scale": torch.full((5, 8), 7.0),
+            "w2_zeros": torch.full((5, 4), 7, dtype=torch.uint8),
+        }
+        fill_dummy(tensors, "cpu", seed=3)
+        return tensors
+
+    one, two = filled(), filled()
+    weights = one["w2_weight"].float()
+    assert weights.abs().max() <= 2e-3
+    assert all(expert.unique().numel() > 4 for expert in weights) or dtype == torch.float8_e4m3fn
+    assert (one["w2_weight_scale"] >= 0).all()
+    assert (one["w2_zeros"] == 7).all()
+    for name in one:
+        assert torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8))
 
 
 def test_writes_through_one_view_show_in_another() -> None:
-    tensors = HostStore().allocate(spec().layout, 2)
+    tensors = Registry().store().allocate(spec().layout, 2)
     view = tensors["w2_weight"].view(-1)
     view[3] = 5.0
     assert tensors["w2_weight"][0, 0, 3] == torch.tensor(5.0)
+
+
+def test_the_limit_of_the_cgroup_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("2000\n")
+    assert available_memory() == 3000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory() > 3000
+
+
+def test_a_kernel_without_huge_pages_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(pages.Pages):
+        def madvise(self, *arguments: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(pages, "Pages", Refusing)
+    block = map_pages(3 * mmap.PAGESIZE)
+    assert len(block) == 3 * mmap.PAGESIZE

@@ -13,6 +13,7 @@ import pytest
 checkpoints = pytest.importorskip("tests.e2e.checkpoints", reason="needs transformers")
 pytest.importorskip("vllm")
 
+import torch  # noqa: E402
 import transformers  # noqa: E402
 from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
@@ -22,7 +23,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import ( 
 from vllm.model_executor.models import qwen3_moe  # noqa: E402
 from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: E402
 
-from tests.e2e.engines import Prompts, engine, greedy, stats  # noqa: E402
+from tests.e2e.engines import Prompts, engine, greedy, resize, stats  # noqa: E402
+from tests.integration.test_refusals import config  # noqa: E402
 from vllm_moe_offload import (  # noqa: E402
     ConfigError,
     InactiveError,
@@ -31,6 +33,9 @@ from vllm_moe_offload import (  # noqa: E402
     moe_offload_args,
 )
 from vllm_moe_offload.device import HostDevice  # noqa: E402
+from vllm_moe_offload.integration import layers  # noqa: E402
+from vllm_moe_offload.integration.compat import check_version  # noqa: E402
+from vllm_moe_offload.integration.frontend import configure  # noqa: E402
 from vllm_moe_offload.integration.layers import offloaded_layers  # noqa: E402
 from vllm_moe_offload.integration.plugin import register  # noqa: E402
 
@@ -59,9 +64,9 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_without_settings_vllm_is_untouched(model: Path) -> None:
     with engine(model) as stock:
-        layers = [module for module in _model(stock).modules() if isinstance(module, RoutedExperts)]
-        assert layers
-        assert all(type(module) is RoutedExperts for module in layers)
+        found = [module for module in _model(stock).modules() if isinstance(module, RoutedExperts)]
+        assert found
+        assert all(type(module) is RoutedExperts for module in found)
         with pytest.raises(Exception, match="started without moe_offload settings"):
             stats(stock)
     assert "RoutedExperts" not in op_registry_oot
@@ -88,8 +93,11 @@ def test_environment_variables_alone_turn_it_on(
     with engine(model) as ours:
         assert greedy(ours, PROMPTS) == stock_tokens
         done = stats(ours)
-        assert done["policy"] == "lru"
+        assert {layer["policy"] for layer in done["layers"].values()} == {"lru"}
         assert {layer["slots"] for layer in done["layers"].values()} == {3}
+        assert done["host_bytes"] == 3 * 16 * 24576
+        assert done["device_bytes"] == 3 * 3 * 24576
+        assert done["tokens"] == max(layer["tokens"] for layer in done["layers"].values())
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "static"])
@@ -106,6 +114,7 @@ def test_compiled_gives_the_same_tokens(model: Path, stock_tokens: list[list[int
     with engine(model, enforce_eager=False, **settings) as ours:
         assert greedy(ours, PROMPTS) == stock_tokens
         assert stats(ours)["misses"] > 0
+        assert stats(ours)["cpu_threads"] == 1
 
 
 def test_a_budget_sizes_the_slots(model: Path) -> None:
@@ -125,6 +134,9 @@ def test_auto_with_room_for_all_is_stock_vllm(
     with engine(model, **moe_offload_args(**settings)) as ours:
         assert stats(ours)["layers"] == {}
         assert greedy(ours, PROMPTS) == stock_tokens
+        assert "moe_offload" not in ours.llm_engine.vllm_config.additional_config
+        with pytest.raises(ValueError, match="has every expert on the device: it has no slots"):
+            resize(ours, 4)
 
 
 def test_auto_without_room_for_all_fills_what_there_is(
@@ -151,6 +163,32 @@ def test_reloaded_weights_are_used(model: Path, stock_tokens: list[list[int]]) -
         assert greedy(ours, PROMPTS) == stock_tokens
 
 
+def test_weights_loaded_from_outside_are_used(model: Path, stock_tokens: list[list[int]]) -> None:
+    """What a trainer does: new tensors through the model's loader, without any processing."""
+    with engine(model, **moe_offload_args(slots_per_layer=16)) as ours:
+        assert greedy(ours, PROMPTS) == stock_tokens
+        layer = _model(ours).model.layers[0].mlp.experts.routed_experts
+        name = "model.layers.0.mlp.experts.5.down_proj.weight"
+        _model(ours).load_weights([(name, torch.zeros(64, 32))])
+        assert not layer.host["w2_weight"][5].any()
+        assert greedy(ours, PROMPTS) != stock_tokens
+
+
+def test_resizing_an_engine_checks_every_layer_first(model: Path) -> None:
+    with engine(model, **moe_offload_args(slots_per_layer=4)) as ours:
+        with pytest.raises(ValueError, match=r"asked for 17 slots .* from 1 to 16"):
+            resize(ours, 17)
+        assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {4}
+
+
+def test_an_engine_without_slots_cannot_be_resized(model: Path) -> None:
+    with (
+        engine(model, **moe_offload_args(mode="cpu")) as ours,
+        pytest.raises(ValueError, match="every expert on the CPU: it has no slots"),
+    ):
+        resize(ours, 4)
+
+
 def start(model: Path, settings: dict, **arguments: object) -> None:
     with engine(model, additional_config={"moe_offload": settings}, **arguments):
         pass
@@ -169,6 +207,68 @@ def test_more_slots_than_experts_stop_the_start(model: Path) -> None:
 def test_a_budget_below_one_slot_each_stops_the_start(model: Path) -> None:
     with pytest.raises(MemoryShortError, match=r"do not hold one expert for each of 3 layers"):
         start(model, {"gpu_memory_gib": 1e-5})
+
+
+def test_what_the_host_lacks_stops_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"engine of 4000 threads was asked for"):
+        start(model, {"slots_per_layer": 4, "cpu_threads": 4000})
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_ISA", "mmx")
+    with pytest.raises(ConfigError, match=r"mmx.*scalar"):
+        start(model, {"slots_per_layer": 4})
+
+
+def test_settings_of_the_environment_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER", "3")
+    on = config()
+    on.additional_config = {"moe_offload": {"policy": "lru"}}
+    configure(on)
+    assert on.additional_config == {"moe_offload": {"policy": "lru", "slots_per_layer": 3}}
+
+
+def test_another_vllm_version_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_version, "__defaults__", ("0.34.0",))
+    on = config()
+    on.additional_config = {"moe_offload": {}}
+    with pytest.raises(UnsupportedError, match=r"0\.34\.0"):
+        configure(on)
+    on.additional_config = {}
+    assert configure(on) is None
+
+
+def test_a_kernel_that_routes_inside_stops_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "is_monolithic", property(lambda self: True))
+    with pytest.raises(UnsupportedError, match=r"routes inside .*--moe-backend"):
+        start(model, {"slots_per_layer": 4})
+
+
+def test_a_parameter_that_is_not_one_row_an_expert_stops_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = UnquantizedFusedMoEMethod.create_weights
+
+    def with_one_more(
+        self: object, layer: torch.nn.Module, *args: object, **kwargs: object
+    ) -> None:
+        create(self, layer, *args, **kwargs)
+        layer.register_parameter("w13_lookup", torch.nn.Parameter(torch.zeros(3)))
+
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "create_weights", with_one_more)
+    with pytest.raises(UnsupportedError, match=r"not one row an expert .*w13_lookup"):
+        start(model, {"slots_per_layer": 4})
+
+
+def test_rows_without_a_place_in_the_kv_cache_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(slot_mapping={"attn": torch.tensor([7, -1, 0])})
+    monkeypatch.setattr(layers, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(layers, "get_forward_context", lambda: context)
+    assert layers.padding_rows(3).tolist() == [False, True, False]
+    assert layers.padding_rows(4) is None
+    context.slot_mapping = {}
+    assert layers.padding_rows(3) is None
+    monkeypatch.setattr(layers, "is_forward_context_available", lambda: False)
+    assert layers.padding_rows(3) is None
 
 
 @pytest.mark.parametrize(

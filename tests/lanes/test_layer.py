@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
 from vllm_moe_offload.device import HostDevice, SlotCache
+from vllm_moe_offload.device.host import HostSlotCache
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
-from vllm_moe_offload.lanes import EngineLane, Lane, OffloadedLayer
+from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
 from vllm_moe_offload.routing import POLICIES
 
 TOP_K = 3
@@ -46,16 +48,20 @@ class Case:
         self.generator = torch.Generator().manual_seed(num_experts)
         self.host = random_shard(self.spec, num_experts, self.generator)
 
-    def layer(self, num_slots: int, policy: str = "lfru") -> OffloadedLayer:
-        def make_resident(cache: SlotCache) -> Lane:
-            for tensor in cache.tensors.values():
+    def layer(
+        self, num_slots: int, policy: str = "lfru", device: HostDevice | None = None
+    ) -> OffloadedLayer:
+        def allocate(count: int) -> dict[str, torch.Tensor]:
+            slots = self.spec.layout.empty(count)
+            for tensor in slots.values():
                 tensor.fill_(float("nan"))  # an expert computed from an unfilled slot shows
-            return EngineLane(self.engine, self.spec, cache.tensors, TOP_K, 8)
+            return slots
 
         return OffloadedLayer(
             self.host,
-            HostDevice(),
-            make_resident,
+            device or HostDevice(),
+            allocate,
+            lambda slots: EngineLane(self.engine, self.spec, slots, TOP_K, 8),
             EngineLane(self.engine, self.spec, self.host, TOP_K, 8),
             num_slots=num_slots,
             policy=policy,
@@ -74,10 +80,11 @@ class Case:
     ) -> None:
         weights = torch.rand(ids.shape, generator=self.generator)
         got = layer.forward(x, weights, ids, padding)
-        real = ids if padding is None else ids.masked_fill(padding[:, None], -1)
-        expected = oracle.experts(self.spec, self.host, x, real.int(), weights)
+        expected = oracle.experts(self.spec, self.host, x, ids.int(), weights)
         assert got.dtype == x.dtype
         assert got.shape == x.shape
+        if padding is not None:
+            got, expected = got[~padding], expected[~padding]
         assert oracle.relative_error(got, expected) <= tolerance(self.spec)
 
 
@@ -146,7 +153,7 @@ def test_all_tokens_to_one_expert_and_every_expert_used(
     case.check(layer, case.x(20), torch.arange(60).remainder(6).reshape(20, TOP_K))
 
 
-def test_rows_that_are_padding_are_zero_and_use_no_expert(engine: CpuExpertEngine) -> None:
+def test_rows_that_are_padding_use_no_expert(engine: CpuExpertEngine) -> None:
     case = Case(engine)
     layer = case.layer(2)
     ids = torch.tensor([[0, 1, 2], [3, 4, 5]])
@@ -192,10 +199,70 @@ def test_resizing_between_steps_keeps_the_output_right(engine: CpuExpertEngine) 
             case.check(layer, case.x(5), ids)
 
 
-@pytest.mark.parametrize("num_slots", [0, -1, 7])
-def test_resizing_to_what_cannot_be_is_refused(engine: CpuExpertEngine, num_slots: int) -> None:
-    with pytest.raises(ValueError, match=rf"asked for {num_slots} slots in a layer of 6 experts"):
-        Case(engine).layer(2).resize(num_slots)
+@pytest.mark.parametrize("num_slots", [0, -1, 7, "3", None, True, 2.0])
+def test_resizing_to_what_cannot_be_is_refused(engine: CpuExpertEngine, num_slots: Any) -> None:
+    case = Case(engine)
+    layer = case.layer(2)
+    with pytest.raises(ValueError, match=rf"asked for {num_slots!r} slots in a layer of 6 expe"):
+        layer.resize(num_slots)
+    assert layer.num_slots == 2
+    case.check(layer, case.x(1), torch.tensor([[0, 1, 2]]))
+
+
+def test_a_layer_whose_slots_could_not_be_allocated_says_so(engine: CpuExpertEngine) -> None:
+    case = Case(engine)
+    layer = case.layer(2)
+
+    def fail(count: int) -> dict[str, torch.Tensor]:
+        raise MemoryError(f"{count} slots")
+
+    layer._allocate = fail
+    with pytest.raises(MemoryError, match="3 slots"):
+        layer.resize(3)
+    assert layer.device_bytes == 0
+    with pytest.raises(RuntimeError, match="no slots: allocating them failed"):
+        layer.forward(case.x(1), torch.rand(1, TOP_K), torch.tensor([[0, 1, 2]]))
+
+
+class SpyDevice(HostDevice):
+    """Writes down which of a slot cache's methods are called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.copied = 0
+
+    def slot_cache(self, host: Any, tensors: Any) -> SlotCache:
+        spy = self
+
+        class Cache(HostSlotCache):
+            def fetch(self, pairs: Any) -> None:
+                spy.calls.append("fetch")
+                spy.copied += len(pairs)
+                super().fetch(pairs)
+
+            def publish(self, wave: Any) -> None:
+                spy.calls.append("publish")
+                super().publish(wave)
+
+            def release(self) -> None:
+                spy.calls.append("release")
+                super().release()
+
+        return Cache(host, tensors)
+
+
+def test_the_device_is_called_in_the_order_it_is_promised_and_copies_each_miss_once(
+    engine: CpuExpertEngine,
+) -> None:
+    case = Case(engine)
+    spy = SpyDevice()
+    layer = case.layer(2, device=spy)
+    for _ in range(3):
+        ids = torch.randint(0, 6, (4, TOP_K), generator=case.generator)
+        case.check(layer, case.x(4), ids)
+    assert spy.calls == ["fetch", "publish", "release"] * layer.counters.waves
+    assert spy.copied == layer.counters.misses
+    assert spy.copied * layer.layout.nbytes == layer.counters.bytes_fetched
 
 
 def test_new_weights_in_host_memory_are_used_after_invalidate(engine: CpuExpertEngine) -> None:
@@ -226,3 +293,13 @@ def test_many_slots_hit_what_was_used_before(engine: CpuExpertEngine) -> None:
             pool[0] = rng.integers(6, 32)
         case.check(layer, case.x(1), torch.from_numpy(pool[None]))
     assert layer.counters.hits > 0.8 * (layer.counters.hits + layer.counters.misses)
+
+
+def test_a_layer_with_all_its_experts_in_slots_fetches_nothing_in_a_step(
+    engine: CpuExpertEngine,
+) -> None:
+    case = Case(engine)
+    layer = case.layer(6)
+    case.check(layer, case.x(5), torch.randint(0, 6, (5, TOP_K), generator=case.generator))
+    assert (layer.counters.misses, layer.counters.bytes_fetched) == (0, 0)
+    assert layer.counters.hits > 0

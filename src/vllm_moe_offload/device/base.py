@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.routing import Wave
 
 
@@ -49,19 +48,24 @@ class SlotCache(ABC):
 
 
 class Device(ABC):
-    """Where slots are allocated and the resident lane runs."""
+    """Where slots are and the resident lane runs."""
 
     name: str
 
     @abstractmethod
     def slot_cache(
-        self,
-        layout: ExpertLayout,
-        host: Mapping[str, torch.Tensor],
-        num_slots: int,
+        self, host: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> SlotCache:
-        """Slots for one layer whose experts are in `host` (name -> ``[E, ...]``)."""
+        """Slots over `tensors` (name -> ``[S, ...]``) for experts of `host` (``[E, ...]``)."""
 
     @abstractmethod
     def free_memory(self) -> int:
         """Bytes that slots could take now."""
+
+    @abstractmethod
+    def register(self, address: int, nbytes: int) -> None:
+        """Let the device read this range of host memory. Raises MemoryShortError."""
+
+    @abstractmethod
+    def unregister(self, address: int) -> None:
+        """Take back what `register` did for the range that starts here."""

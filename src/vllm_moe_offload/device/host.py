@@ -12,7 +12,6 @@ import torch
 from typing_extensions import override
 
 from vllm_moe_offload.device.base import Device, SlotCache
-from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.routing import Wave
 
 
@@ -20,11 +19,11 @@ class HostSlotCache(SlotCache):
     """Slots of one layer in ordinary memory; every call is done when it returns."""
 
     def __init__(
-        self, layout: ExpertLayout, host: Mapping[str, torch.Tensor], num_slots: int
+        self, host: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        self._host = {name: host[name] for name in layout.names}
-        self.tensors = layout.empty(num_slots)
-        num_experts = next(iter(self._host.values())).shape[0]
+        self.tensors = tensors
+        self._host = host
+        num_experts = next(iter(host.values())).shape[0]
         self.expert_map = torch.full((num_experts + 1,), -1, dtype=torch.int32)
 
     @override
@@ -51,10 +50,19 @@ class HostDevice(Device):
 
     @override
     def slot_cache(
-        self, layout: ExpertLayout, host: Mapping[str, torch.Tensor], num_slots: int
+        self, host: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> HostSlotCache:
-        return HostSlotCache(layout, host, num_slots)
+        return HostSlotCache(host, tensors)
 
     @override
     def free_memory(self) -> int:
-        return int(psutil.virtual_memory().available)
+        # The other half is for the KV cache and activations, which are allocated afterwards.
+        return int(psutil.virtual_memory().available) // 2
+
+    @override
+    def register(self, address: int, nbytes: int) -> None:
+        """Nothing to do: the CPU reads all of its memory."""
+
+    @override
+    def unregister(self, address: int) -> None:
+        """Nothing to do."""

@@ -27,9 +27,11 @@ class CpuExpertEngine:
 
     Args:
         threads: How many, from 1 to the number of physical cores the process may use (its CPU
-            affinity counts, SMT siblings do not). None takes them all.
+            affinity counts, SMT siblings do not). None leaves one to vLLM's own process where
+            there are four or more, and takes the others.
         isa: An instruction set among `isas_available`. None takes the one that the environment
-            variable `VLLM_MOE_OFFLOAD_ISA` names, else the fastest.
+            variable `VLLM_MOE_OFFLOAD_ISA` names, else the fastest but for AMX, which has to
+            be named: it has not been measured on hardware yet.
 
     Raises:
         ValueError: More threads than cores, or an instruction set this host or build lacks; the
@@ -42,6 +44,11 @@ class CpuExpertEngine:
         name = isa if isa is not None else os.environ.get(ISA_VARIABLE, "")
         self._native: _engine.Engine | None = _engine.Engine(threads or 0, name)
         self._plans: weakref.WeakSet[ExpertPlan] = weakref.WeakSet()
+
+    @property
+    def cores(self) -> int:
+        """Physical cores this process may use: the most threads an engine can have."""
+        return len(_engine.physical_cores())
 
     @property
     def threads(self) -> int:
@@ -82,6 +89,17 @@ class CpuExpertEngine:
         plan = ExpertPlan(self._open(), spec, tensors, max_tokens=max_tokens, top_k=top_k)
         self._plans.add(plan)
         return plan
+
+    def read_gb_per_s(self, memory: torch.Tensor) -> float:
+        """Reads a contiguous CPU tensor once with all threads: the rate in GB/s (10^9 bytes)."""
+        if memory.device.type != "cpu" or not memory.is_contiguous():
+            raise ValueError("memory to read must be a contiguous tensor on the CPU")
+        return memory.nbytes / self._open().read_seconds(memory.data_ptr(), memory.nbytes) / 1e9
+
+    def tile_peak_tflop_per_s(self) -> float | None:
+        """What AMX tiles multiply with all threads when they wait for nothing; None without AMX."""
+        rate = self._open().tile_multiply_adds(4_000_000)
+        return 2 * rate / 1e12 if rate else None
 
     def close(self) -> None:
         """Ends the threads (those no other engine shares) and frees scratch and plans.

@@ -6,13 +6,23 @@ import functools
 import os
 from typing import Any
 
+import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, OffloadConfig
+from vllm_moe_offload.config import (
+    ADDITIONAL_CONFIG_KEY,
+    ENGINE_VARIABLES,
+    OffloadConfig,
+    variable_names,
+)
 from vllm_moe_offload.errors import ConfigError
 from vllm_moe_offload.integration.compat import check_version
 from vllm_moe_offload.integration.refusals import refuse_features
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 def install() -> None:
@@ -23,12 +33,42 @@ def install() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        _force_eager(self)
         vllm_config = original(self, *args, **kwargs)
-        configure(vllm_config)
+        config = configure(vllm_config)
+        if config is not None:
+            _check_engine(config)
         return vllm_config
 
+    for name in (*variable_names(), *ENGINE_VARIABLES):
+        # Known to vLLM, which otherwise warns of them, or refuses them where it is told to.
+        envs.environment_variables.setdefault(name, functools.partial(os.environ.get, name))
     create_engine_config.__moe_offload__ = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+
+
+def _check_engine(config: OffloadConfig) -> None:
+    """Refuse an instruction set or a number of threads that this host lacks, before any worker."""
+    from vllm_moe_offload.engine import CpuExpertEngine
+
+    try:
+        CpuExpertEngine(None if config.cpu_threads == "auto" else config.cpu_threads).close()
+    except ValueError as error:
+        raise ConfigError(f"moe_offload settings: {error}") from None
+
+
+def _force_eager(arguments: EngineArgs) -> None:
+    """On a GPU the step of an offloaded layer cannot be captured yet: say so, and run eagerly."""
+    if (
+        current_platform.is_cuda()
+        and not arguments.enforce_eager
+        and OffloadConfig.resolve(arguments.additional_config, os.environ) is not None
+    ):
+        logger.warning(
+            "moe_offload: CUDA graphs and torch.compile are not supported with offload yet, so "
+            "this engine runs as with --enforce-eager"
+        )
+        arguments.enforce_eager = True
 
 
 def configure(vllm_config: VllmConfig) -> OffloadConfig | None:

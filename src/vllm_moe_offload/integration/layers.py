@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,16 +12,25 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
-    UnquantizedFusedMoEMethod,
-)
+from vllm.model_executor.model_loader import dummy_loader, weight_utils
+from vllm.model_executor.model_loader import utils as loader_utils
+from vllm.platforms import current_platform
 
 from vllm_moe_offload.errors import UnsupportedError
+from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.integration import op
-from vllm_moe_offload.integration.runtime import OffloadRuntime, spec_of
+from vllm_moe_offload.integration.runtime import OffloadRuntime
 from vllm_moe_offload.lanes import OffloadedLayer
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+# Quantisation methods that are offloaded on a GPU; vLLM's CPU build keeps to unquantised experts.
+UNQUANTISED = ("UnquantizedFusedMoEMethod",)
+FP8 = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
+# Large tensors that a checkpoint fills: what create_weights left in them is not worth a copy.
+_FILLED_BY_CHECKPOINT = ("w13_weight", "w2_weight")
+
+# Fills one tensor with dummy numbers; imported by name into the modules that call it.
+_DUMMY_WEIGHT = "initialize_single_dummy_weight"
 
 # Set while a worker loads a model with offload on: vLLM constructs the layers, so they can be
 # handed nothing.
@@ -35,34 +44,61 @@ class OffloadedRoutedExperts(RoutedExperts):
         runtime = _loading
         if runtime is None:
             raise RuntimeError("OffloadedRoutedExperts is made by vLLM while a model is loaded")
+        self._runtime = runtime
         # vLLM makes weights on the device by default; these never go there whole.
         with torch.device("cpu"):
             super().__init__(*args, **kwargs)
         self.offload: OffloadedLayer | None = None
-        self._runtime = runtime
+        self._is_bound = False
         self._check_supported()
-        self.spec = spec_of(self)
-        host = runtime.store.allocate(self.spec.layout, self.global_num_experts)
-        for name, tensor in host.items():
+        made = {name: p.data for name, p in self.named_parameters()}
+        self.host = runtime.store.allocate(ExpertLayout.of(made), self.moe_config.num_experts)
+        for name, tensor in self.host.items():
+            if name not in _FILLED_BY_CHECKPOINT:
+                tensor.copy_(made[name])
             self.get_parameter(name).data = tensor
-        self._stock_process = self.quant_method.process_weights_after_loading
+        self.stock_process = self.quant_method.process_weights_after_loading
         self.quant_method.process_weights_after_loading = (  # type: ignore[method-assign]
             self._process_weights
         )
         runtime.adopt(self)
 
-    def host_tensors(self) -> dict[str, torch.Tensor]:
-        """The experts in host memory, name -> ``[E, ...]``."""
-        return {name: self.get_parameter(name).data for name in self.spec.layout.names}
+    def weight_loader(  # type: ignore[override]
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """As RoutedExperts.weight_loader, into host memory; what is in slots is stale after it.
+
+        With its parameters by name: reloading binds arguments to them.
+        """
+        if self._is_bound and not current_platform.is_cpu():
+            raise UnsupportedError(
+                f"moe_offload on {self.layer_name}: weights cannot be loaded again on a GPU, where "
+                "the slots have taken the place of the parameters: restart the engine"
+            )
+        self._runtime.store.prepare()
+        if self.offload is not None:
+            self.offload.invalidate()
+        return super().weight_loader(  # type: ignore[call-overload, no-any-return]
+            param, loaded_weight, weight_name, shard_id, expert_id, return_success
+        )
+
+    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
 
     def _get_quant_method(self, *args: Any, **kwargs: Any) -> FusedMoEMethodBase:
         """The format's method; refused before it makes weights when its format is not supported."""
         method = super()._get_quant_method(*args, **kwargs)
-        if type(method) is not UnquantizedFusedMoEMethod:
+        known = UNQUANTISED if current_platform.is_cpu() else UNQUANTISED + FP8
+        if type(method).__name__ not in known:
             raise UnsupportedError(
                 f"moe_offload on {self.layer_name}: experts quantised by {type(method).__name__} "
-                "are not supported on this device, which has bf16, fp16 and fp32: use an "
-                "unquantised checkpoint"
+                "are not supported on this device (bf16, fp16 and fp32 are; on a GPU FP8 "
+                "checkpoints too): use such a checkpoint, or serve this one without moe_offload"
             )
         return method
 
@@ -71,7 +107,8 @@ class OffloadedRoutedExperts(RoutedExperts):
         if self.quant_method.is_monolithic:
             raise UnsupportedError(
                 f"{where}: the chosen MoE kernel routes inside and never shows which experts it "
-                "uses: choose a decomposed one with --moe-backend"
+                "uses: choose a decomposed one with --moe-backend (vLLM's CPU build has one from "
+                "0.32 on)"
             )
         activation = self.moe_config.activation.value
         if activation not in ACTIVATIONS:
@@ -79,7 +116,6 @@ class OffloadedRoutedExperts(RoutedExperts):
                 f"{where}: the activation {activation!r} is not one that is offloaded (those are: "
                 f"{', '.join(ACTIVATIONS)}): serve this model without moe_offload"
             )
-        spec = spec_of(self)
         unexpected = [
             n for n in ("swiglu_limit", "swiglu_alpha", "swiglu_beta") if getattr(self, n)
         ]
@@ -88,12 +124,17 @@ class OffloadedRoutedExperts(RoutedExperts):
                 f"{where}: the model sets {', '.join(unexpected)}, which the expert engine does "
                 "not compute: serve it without moe_offload"
             )
-        expected = {t.name: (self.global_num_experts, *t.shape) for t in spec.layout.tensors}
-        found = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        if found != expected:
+        odd = {
+            name: tuple(parameter.shape)
+            for name, parameter in self.named_parameters()
+            if parameter.device.type != "cpu"
+            or not parameter.ndim
+            or parameter.shape[0] != self.moe_config.num_experts
+        }
+        if odd:
             raise UnsupportedError(
-                f"{where}: the layer has parameters {found}, the expert engine needs {expected}: "
-                "serve it without moe_offload"
+                f"{where}: the layer has parameters that are not one row an expert ({odd}): "
+                "serve this model without moe_offload"
             )
 
     def _process_weights(self, layer: torch.nn.Module) -> None:
@@ -101,12 +142,14 @@ class OffloadedRoutedExperts(RoutedExperts):
 
         vLLM calls this again after a reload of weights, which are then already in host memory.
         """
-        if self.offload is not None:
-            self.offload.invalidate()
+        if self._is_bound:
+            if self.offload is not None:
+                self.offload.invalidate()
+            else:
+                self.stock_process(layer)
             return
+        self._is_bound = True
         self.offload = self._runtime.bind(self)
-        if self.offload is None:
-            self._stock_process(layer)
 
     def forward_modular(
         self,
@@ -132,7 +175,7 @@ class OffloadedRoutedExperts(RoutedExperts):
 
 
 def padding_rows(num_rows: int) -> torch.Tensor | None:
-    """Bool [T], the rows of this step that are padding, or None when all are tokens.
+    """Which rows of this step are padding (bool [T]), or None when all are tokens.
 
     A row without a place in the KV cache is padding (``slot_mapping < 0``); a step without a
     mapping, such as a profiling run, has tokens only.
@@ -170,12 +213,42 @@ def offloaded_layers(runtime: OffloadRuntime) -> Iterator[None]:
             )
         original_init(self, *args, **kwargs)
 
+    original_dummy = getattr(weight_utils, _DUMMY_WEIGHT)
+
+    @functools.wraps(original_dummy)
+    def dummy_weight(param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        # The runtime fills the experts: here one thread would fill all of them.
+        if not runtime.store.owns(param):
+            original_dummy(param, *args, **kwargs)
+
+    original_context = loader_utils.device_loading_context
+
+    @contextmanager
+    def loading_context(module: torch.nn.Module, target_device: torch.device) -> Iterator[Any]:
+        # It moves the parameters of a module to the device and back: not all experts of a layer.
+        if isinstance(module, OffloadedRoutedExperts):
+            yield module
+        else:
+            with original_context(module, target_device):
+                yield module
+
     op_registry_oot[name] = OffloadedRoutedExperts
+    loader_utils.device_loading_context = loading_context
     RoutedExperts.__init__ = guarded_init  # type: ignore[method-assign]
+    _set_dummy_weight(dummy_weight)
     _loading = runtime
     try:
         yield
     finally:
+        _set_dummy_weight(original_dummy)
+        loader_utils.device_loading_context = original_context
         _loading = None
         RoutedExperts.__init__ = original_init  # type: ignore[method-assign]
         del op_registry_oot[name]
+
+
+def _set_dummy_weight(function: Callable[..., None]) -> None:
+    """Let every module that fills dummy weights use this function."""
+    for module in (weight_utils, dummy_loader):
+        if hasattr(module, _DUMMY_WEIGHT):
+            setattr(module, _DUMMY_WEIGHT, function)

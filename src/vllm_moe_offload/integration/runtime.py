@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from vllm_moe_offload.config import OffloadConfig
-from vllm_moe_offload.device import Device, HostDevice, SlotCache
+from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, OffloadConfig
+from vllm_moe_offload.device import Device, HostDevice
 from vllm_moe_offload.engine import CpuExpertEngine
-from vllm_moe_offload.errors import InactiveError
-from vllm_moe_offload.experts import ExpertSpec
-from vllm_moe_offload.host import HostStore
+from vllm_moe_offload.errors import InactiveError, MemoryShortError, UnsupportedError
+from vllm_moe_offload.experts import ExpertLayout
+from vllm_moe_offload.host import HostStore, fill_dummy
+from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
+from vllm_moe_offload.integration.selfcheck import check_layer
 from vllm_moe_offload.lanes import Counters, EngineLane, Lane, OffloadedLayer
 from vllm_moe_offload.planning import LayerShape, SlotPlan, plan_slots
 
@@ -30,13 +35,17 @@ class OffloadRuntime:
 
     def __init__(self, config: OffloadConfig, vllm_config: VllmConfig) -> None:
         self.config = config
-        self.store = HostStore()
-        self.device: Device = HostDevice()
+        self._vllm_config = vllm_config
+        self.device = _device(vllm_config)
+        self.store = HostStore(self.device.register, self.device.unregister)
         self.engine = CpuExpertEngine(
             threads=None if config.cpu_threads == "auto" else config.cpu_threads
         )
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.is_dummy = vllm_config.load_config.load_format == "dummy"
         self._modules: dict[str, OffloadedRoutedExperts] = {}
+        self._views: dict[str, EngineView] = {}
+        self._cpu_lanes: dict[str, Lane] = {}
         self._plan: SlotPlan | None = None
 
     def adopt(self, module: OffloadedRoutedExperts) -> None:
@@ -48,27 +57,84 @@ class OffloadRuntime:
 
         None when the plan is that every expert fits on the device: the layer is then vLLM's own.
         """
+        self.store.prepare()
         if self._plan is None:
             self._plan = self._make_plan()
+        if self.is_dummy:
+            fill_dummy(module.host, current_platform.device_type, seed=len(self._views))
         if self._sized_automatically and self._plan.fits:
+            for name, tensor in module.host.items():
+                module.get_parameter(name).data = tensor.to(current_platform.device_type)
+            module.stock_process(module)
             return None
-        host = module.host_tensors()
-        top_k = module.top_k
+        num_slots = self._plan.slots[list(self._modules).index(module.layer_name)]
+        if current_platform.is_cpu():
+            return self._on_host(module, num_slots)
+        return self._on_gpu(module, num_slots)
 
-        def make_resident(cache: SlotCache) -> Lane:
-            return EngineLane(self.engine, module.spec, cache.tensors, top_k, self._max_tokens)
+    def _on_host(self, module: OffloadedRoutedExperts, num_slots: int) -> OffloadedLayer:
+        host = module.host
+        view = engine_view(module)
 
+        def resident(slots: Any) -> Lane:
+            return self._engine_lane(module, view, slots)
+
+        return self._layer(module, host, view, ExpertLayout.of(host).empty, resident, num_slots)
+
+    def _on_gpu(self, module: OffloadedRoutedExperts, num_slots: int) -> OffloadedLayer:
+        device = torch.device(current_platform.device_type, torch.cuda.current_device())
+        binder = SlotBinder(module, module.stock_process, module.host, device)
+        # Without slots the layout is still the kernel's: the self-check needs one of them.
+        host = binder.convert(self.store, max(num_slots, 1))
+
+        def allocate(count: int) -> Any:
+            return binder.bind(torch.arange(count))
+
+        def resident(slots: Any) -> Lane:
+            return FormatLane(module)
+
+        return self._layer(module, host, engine_view(module), allocate, resident, num_slots)
+
+    def _layer(
+        self,
+        module: OffloadedRoutedExperts,
+        host: dict[str, torch.Tensor],
+        view: EngineView,
+        allocate: Callable[[int], Any],
+        resident: Callable[[Any], Lane],
+        num_slots: int,
+    ) -> OffloadedLayer:
+        cpu = self._engine_lane(module, view, host)
+        self._views[module.layer_name] = view
+        self._cpu_lanes[module.layer_name] = cpu
         return OffloadedLayer(
             host,
             self.device,
-            make_resident,
-            EngineLane(self.engine, module.spec, host, top_k, self._max_tokens),
-            num_slots=self._plan.slots[list(self._modules).index(module.layer_name)],
+            allocate,
+            resident,
+            cpu,
+            num_slots=num_slots,
             policy=self.config.policy,
         )
 
+    def _engine_lane(
+        self, module: OffloadedRoutedExperts, view: EngineView, tensors: Any
+    ) -> EngineLane:
+        try:
+            return EngineLane(
+                self.engine, view.spec, view.of(tensors), module.top_k, self._max_tokens
+            )
+        except (KeyError, ValueError) as error:
+            raise UnsupportedError(
+                f"moe_offload on {module.layer_name}: the layout of this format is not one that "
+                f"the CPU engine reads: {error}"
+            ) from None
+
     def check_active(self) -> None:
-        """After loading: say what is offloaded; InactiveError when nothing is and should be."""
+        """After loading: say what is offloaded; InactiveError when nothing is and should be.
+
+        Then let the slots and the engine compute the same rows, once for each kind of layer.
+        """
         layers = self._layers()
         if layers:
             slots = sorted({layer.num_slots for layer in layers.values()})
@@ -84,12 +150,21 @@ class OffloadRuntime:
                 self.engine.threads,
                 self.engine.isa,
             )
+            seen: set[tuple[Any, ...]] = set()
+            for name, layer in layers.items():
+                kind = (self._views[name].spec, layer.layout, layer.num_slots)
+                if kind not in seen and layer.num_slots:
+                    check_layer(name, layer, self._views[name].spec, self._cpu_lanes[name])
+                    seen.add(kind)
         elif self._modules and self._plan is not None and self._plan.fits:
             logger.info(
                 "moe_offload: every expert of %d layers fits on the device, so offload is off "
                 "and vLLM runs as without it",
                 len(self._modules),
             )
+            # vLLM's key of compiled graphs counts this section: the graph is now stock vLLM's.
+            assert isinstance(self._vllm_config.additional_config, dict)
+            del self._vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]
         else:
             raise InactiveError(
                 "moe_offload is configured, but this model has no mixture-of-experts layer built "
@@ -98,8 +173,14 @@ class OffloadRuntime:
             )
 
     def resize(self, slots_per_layer: int) -> None:
-        """Give every layer that many slots. Raises as `OffloadedLayer.resize` does."""
-        for layer in self._layers().values():
+        """Give every layer that many slots, or none of them: ValueError when it does not go."""
+        layers = self._layers().values()
+        if not layers or self.config.mode == "cpu":
+            why = "computes every expert on the CPU" if layers else "has every expert on the device"
+            raise ValueError(f"this engine {why}: it has no slots to resize")
+        for layer in layers:
+            layer.check_resize(slots_per_layer)
+        for layer in layers:
             layer.resize(slots_per_layer)
 
     def reset_stats(self) -> None:
@@ -108,7 +189,10 @@ class OffloadRuntime:
             layer.counters = Counters()
 
     def stats(self) -> dict[str, Any]:
-        """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes."""
+        """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes.
+
+        The totals are sums over the layers, but for steps and tokens: every layer sees each once.
+        """
         total = Counters()
         layers = {}
         for name, layer in self._layers().items():
@@ -117,14 +201,18 @@ class OffloadRuntime:
                 **asdict(layer.counters),
                 "slots": layer.num_slots,
                 "experts": layer.num_experts,
+                "policy": layer.policy,
                 "expert_bytes": layer.layout.nbytes,
                 "device_bytes": layer.device_bytes,
                 "host_bytes": layer.host_bytes,
             }
+        total.steps = max((layer["steps"] for layer in layers.values()), default=0)
+        total.tokens = max((layer["tokens"] for layer in layers.values()), default=0)
         return {
             **asdict(total),
             "mode": self.config.mode,
-            "policy": self.config.policy,
+            "cpu_threads": self.engine.threads,
+            "isa": self.engine.isa,
             "device_bytes": sum(layer["device_bytes"] for layer in layers.values()),
             "host_bytes": sum(layer["host_bytes"] for layer in layers.values()),
             "layers": layers,
@@ -146,27 +234,50 @@ class OffloadRuntime:
 
     def _make_plan(self) -> SlotPlan:
         shapes = [
-            LayerShape(name, module.global_num_experts, module.spec.layout.nbytes)
+            LayerShape(
+                name,
+                module.moe_config.num_experts,
+                ExpertLayout.of(module.host).nbytes,
+            )
             for name, module in self._modules.items()
         ]
         if self.config.mode == "cpu":
             return SlotPlan(tuple(0 for _ in shapes), fits=False)
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
+        free = self.device.free_memory()
         if isinstance(slots, int):
-            return plan_slots(shapes, slots_per_layer=slots, budget_bytes=None)
-        budget = int(gib * _GIB) if isinstance(gib, float) else self.device.free_memory()
-        return plan_slots(shapes, slots_per_layer=None, budget_bytes=budget)
+            plan = plan_slots(shapes, slots_per_layer=slots, budget_bytes=None)
+        else:
+            budget = int(gib * _GIB) if isinstance(gib, float) else free
+            plan = plan_slots(shapes, slots_per_layer=None, budget_bytes=budget)
+        needed = sum(
+            count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
+        )
+        if needed > free:
+            raise MemoryShortError(
+                f"{max(plan.slots)} slots in each of {len(shapes)} layers need "
+                f"{needed / _GIB:.2f} GiB of device memory and {free / _GIB:.2f} GiB are left for "
+                "them after the rest of the model and the KV cache: give fewer, or 'auto'"
+            )
+        return plan
 
 
-def spec_of(module: Any) -> ExpertSpec:
-    """What an expert of this vLLM layer computes; raises ValueError for what the engine lacks."""
-    from vllm_moe_offload.experts import Activation, Format
+def _device(vllm_config: VllmConfig) -> Device:
+    if current_platform.is_cpu():
+        return HostDevice()
+    from vllm_moe_offload.device.cuda import CudaDevice
 
-    return ExpertSpec(
-        hidden=module.moe_config.hidden_dim,
-        intermediate=module.moe_config.intermediate_size_per_partition,
-        activation=Activation.parse(module.moe_config.activation.value),
-        format=Format.of(module.params_dtype),
-        bias=module.moe_config.has_bias,
-        apply_router_weight_on_input=module.apply_router_weight_on_input,
+    return CudaDevice(
+        memory_fraction=vllm_config.cache_config.gpu_memory_utilization,
+        reserved=_kv_cache_bytes(vllm_config),
     )
+
+
+def _kv_cache_bytes(vllm_config: VllmConfig) -> int:
+    """Bytes to leave for the KV cache: one request of the longest length, and as much again."""
+    model = vllm_config.model_config
+    heads = model.get_num_kv_heads(vllm_config.parallel_config)
+    layers = model.get_num_layers(vllm_config.parallel_config)
+    assert isinstance(model.dtype, torch.dtype)
+    row = 2 * heads * model.get_head_size() * model.dtype.itemsize
+    return 2 * layers * row * int(model.max_model_len)

@@ -1,0 +1,67 @@
+#include "engine/measure.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+namespace moe {
+namespace {
+
+constexpr int64_t kPiece = int64_t{1} << 20;
+
+struct Reading {
+  const std::byte* memory;
+  int64_t bytes;
+  std::atomic<uint64_t>* sink;
+};
+
+void read_task(const void* context, int64_t task, int) {
+  const Reading& reading = *static_cast<const Reading*>(context);
+  const int64_t begin = task * kPiece;
+  const int64_t end = std::min(begin + kPiece, reading.bytes) / 64 * 64;
+  uint64_t sums[8] = {};
+  for (int64_t at = begin; at < end; at += 64) {
+    uint64_t line[8];
+    std::memcpy(line, reading.memory + at, sizeof line);
+    for (int i = 0; i < 8; ++i) sums[i] ^= line[i];
+  }
+  uint64_t sum = 0;
+  for (const uint64_t part : sums) sum ^= part;
+  // Keeps the compiler from leaving the loads out.
+  reading.sink->fetch_xor(sum, std::memory_order_relaxed);
+}
+
+struct Multiplying {
+  void (*multiply)(int64_t count);
+  int64_t count;
+};
+
+void multiply_task(const void* context, int64_t, int) {
+  const Multiplying& multiplying = *static_cast<const Multiplying*>(context);
+  multiplying.multiply(multiplying.count);
+}
+
+double seconds(Pool& pool, const Phase& phase, const void* context) {
+  const auto start = std::chrono::steady_clock::now();
+  pool.run(&phase, 1, context);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+}  // namespace
+
+double read_seconds(Engine& engine, const void* memory, int64_t bytes) {
+  std::atomic<uint64_t> sink{0};
+  const Reading reading{static_cast<const std::byte*>(memory), bytes, &sink};
+  return seconds(engine.pool(), {(bytes + kPiece - 1) / kPiece, read_task}, &reading);
+}
+
+double tile_multiply_adds(Engine& engine, int64_t count) {
+  if (engine.isa().multiply_tiles == nullptr) return 0;
+  const Multiplying multiplying{engine.isa().multiply_tiles, count};
+  const int threads = engine.threads();
+  const double elapsed = seconds(engine.pool(), {threads, multiply_task}, &multiplying);
+  return static_cast<double>(threads) * static_cast<double>(count) * 16 * 16 * 32 / elapsed;
+}
+
+}  // namespace moe

@@ -1,0 +1,259 @@
+"""What the expert engine reaches on this machine, beside what the machine could do at most."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import platform
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_moe_offload.engine.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Activation, ExpertSpec, Format
+
+Row = dict[str, Any]
+
+SHAPES = ((2048, 768), (7168, 2048))
+FORMATS = (Format.BF16, Format.FP8_BLOCK, Format.INT4, Format.MXFP4)
+ROWS = (1, 2, 4, 16, 64, 256, 1024)
+
+# A step of the models these shapes come from routes a token to 8 experts.
+_TOP_K = 8
+_REPEATS = 7
+
+
+def bench_cpu(
+    *,
+    shapes: Iterable[tuple[int, int]] = SHAPES,
+    formats: Iterable[Format] = FORMATS,
+    rows: Sequence[int] = ROWS,
+    isas: Iterable[str] | None = None,
+    threads: Iterable[int] | None = None,
+    gib: float = 4.0,
+    beside_torch: bool = True,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Measures the engine; returns rows as the project's benchmarks write them.
+
+    Each call routes `rows` tokens to the same 8 experts, the next call to 8 others, so that every
+    expert has that many rows and its weights are not in a cache. `weight_gb_per_s` counts the bytes
+    of those experts; `tflop_per_s` counts 6 H I operations for each row and expert.
+
+    Args:
+        shapes: (hidden, intermediate) of an expert.
+        formats: Number formats of the weights.
+        rows: Rows per expert.
+        isas: Instruction sets; None: the fastest this host has.
+        threads: Thread counts; None: all physical cores.
+        gib: GiB of experts to rotate over: more than any cache.
+        beside_torch: Also time torch's bf16 `linear` on the same experts.
+        on_row: Called with each row as soon as it is measured.
+
+    Returns:
+        One row for each figure: a median, with `min` and `max` beside it. The ceilings come first,
+        as contestant ``floor``: read bandwidth, and AMX's peak where there is AMX.
+    """
+    result: list[Row] = []
+    common: Row = {
+        "bench": "cpu",
+        "run": uuid.uuid4().hex[:12],
+        "date": datetime.date.today().isoformat(),
+        "host_cpu": _cpu_name(),
+        "torch": torch.__version__,
+    }
+
+    def add(**figure: Any) -> None:
+        row = common | figure
+        result.append(row)
+        if on_row is not None:
+            on_row(row)
+
+    memory = _memory(gib)
+    with CpuExpertEngine(threads=1) as engine:
+        cores = engine.cores
+    for count in threads if threads is not None else (cores,):
+        for isa in isas if isas is not None else (None,):
+            with CpuExpertEngine(count, isa) as engine:
+                _bench_engine(engine, memory, shapes, formats, rows, add)
+        if beside_torch:
+            for shape in shapes:
+                _bench_torch(memory, shape, rows, count, add)
+    return result
+
+
+def _bench_engine(
+    engine: CpuExpertEngine,
+    memory: torch.Tensor,
+    shapes: Iterable[tuple[int, int]],
+    formats: Iterable[Format],
+    rows: Sequence[int],
+    add: Callable[..., None],
+) -> None:
+    who = {"isa": engine.isa, "threads": engine.threads}
+    rates = [engine.read_gb_per_s(memory) for _ in range(_REPEATS)]
+    add(contestant="floor", metric="read_gb_per_s", unit="GB/s", **who, **_median(rates))
+    peaks = [peak for _ in range(_REPEATS) if (peak := engine.tile_peak_tflop_per_s()) is not None]
+    if peaks:
+        add(contestant="floor", metric="tflop_per_s", unit="TFLOP/s", **who, **_median(peaks))
+    for hidden, intermediate in shapes:
+        for format in formats:
+            group = 128 if format in (Format.INT4, Format.INT4_ZEROS) else None
+            spec = ExpertSpec(hidden, intermediate, Activation.SILU, format, group_size=group)
+            shard, experts = _shard(spec, memory)
+            plan = engine.plan(spec, shard, max_tokens=max(rows), top_k=_TOP_K)
+            for count in rows:
+                x = torch.randn(count, hidden).to(spec.activation_dtype)
+                weights = torch.rand(count, _TOP_K)
+                out = torch.empty(count, hidden)
+                times = []
+                for call in range(_REPEATS + 1):
+                    first = call * _TOP_K
+                    ids = (torch.arange(first, first + _TOP_K) % experts).int().repeat(count, 1)
+                    start = time.perf_counter()
+                    plan.run(x, ids, weights, out)
+                    times.append(time.perf_counter() - start)
+                _add_times(add, "cpu", spec, count, times[1:], who)
+
+
+def _bench_torch(
+    memory: torch.Tensor,
+    shape: tuple[int, int],
+    rows: Sequence[int],
+    threads: int,
+    add: Callable[..., None],
+) -> None:
+    """The same experts by torch's `linear`, one after another."""
+    hidden, intermediate = shape
+    spec = ExpertSpec(hidden, intermediate, Activation.SILU, Format.BF16)
+    shard, experts = _shard(spec, memory)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for count in rows:
+            x = torch.randn(count, hidden, dtype=torch.bfloat16)
+            times = []
+            for call in range(_REPEATS + 1):
+                start = time.perf_counter()
+                for k in range(_TOP_K):
+                    expert = (call * _TOP_K + k) % experts
+                    gate, up = torch.nn.functional.linear(x, shard["w13_weight"][expert]).chunk(
+                        2, 1
+                    )
+                    inner = torch.nn.functional.silu(gate) * up
+                    torch.nn.functional.linear(inner, shard["w2_weight"][expert])
+                times.append(time.perf_counter() - start)
+            who = {"threads": torch.get_num_threads()}
+            _add_times(add, "torch", spec, count, times[1:], who)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _add_times(
+    add: Callable[..., None],
+    contestant: str,
+    spec: ExpertSpec,
+    rows: int,
+    times: list[float],
+    who: Row,
+) -> None:
+    figure = {
+        "contestant": contestant,
+        "model": f"{spec.hidden}x{spec.intermediate}",
+        "format": spec.format.value,
+        "rows": rows,
+        **who,
+    }
+    gigabytes = _TOP_K * spec.layout.nbytes / 1e9
+    teraflop = _TOP_K * rows * 6 * spec.hidden * spec.intermediate / 1e12
+    rates = [gigabytes / seconds for seconds in times]
+    add(metric="weight_gb_per_s", unit="GB/s", **figure, **_median(rates))
+    rates = [teraflop / seconds for seconds in times]
+    add(metric="tflop_per_s", unit="TFLOP/s", **figure, **_median(rates))
+
+
+def _median(values: list[float]) -> Row:
+    return {"value": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _memory(gib: float) -> torch.Tensor:
+    """Bytes that are sane numbers in every format, touched: small bf16 values, valid e4m3."""
+    block = (torch.rand(1 << 22) * 0.02).bfloat16().view(torch.uint8)
+    count = max(1, math.ceil(gib * 2**30 / block.numel()))
+    memory = torch.empty(count, block.numel(), dtype=torch.uint8)
+    memory.copy_(block)
+    return memory.view(-1)
+
+
+def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
+    """As many experts as fit into `memory`, and their number."""
+    experts = memory.numel() // spec.layout.nbytes
+    if experts < _TOP_K:
+        raise ValueError(
+            f"{memory.numel() / 2**30:.1f} GiB hold {experts} experts of {spec.layout.nbytes} "
+            f"bytes, and a call needs {_TOP_K}: raise gib"
+        )
+    shard, at = {}, 0
+    for part in spec.layout.tensors:
+        size = experts * part.nbytes
+        if part.name.endswith("_scale"):
+            values = torch.full((experts, *part.shape), 0.01)
+            # e8m0 codes exponents: 2^-7
+            shard[part.name] = (
+                torch.full_like(values, 120).byte()
+                if part.dtype == torch.uint8
+                else values.to(part.dtype)
+            )
+            continue
+        piece = memory[at : at + size].view(part.dtype)
+        shard[part.name] = piece.view(experts, *part.shape)
+        at += -(-size // 64) * 64
+    return shard, experts
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def format_table(result: list[Row]) -> str:
+    """The rows of one run as text: each figure beside the ceiling that holds for it."""
+    ceilings = {
+        (row["isa"], row["threads"], row["metric"]): row["value"]
+        for row in result
+        if row["contestant"] == "floor"
+    }
+    lines = []
+    for (isa, threads, metric), value in ceilings.items():
+        what = "GB/s of memory read" if metric == "read_gb_per_s" else "TFLOP/s of AMX bf16 tiles"
+        lines.append(f"{isa}, {threads} threads: {value:.2f} {what}")
+    layout = "{:>10} {:>12} {:>12} {:>7} {:>5} {:>8} {:>8} {:>8} {:>8}"
+    heads = ("expert", "format", "who", "threads", "rows", "GB/s", "of read", "TFLOP/s", "of AMX")
+    lines += ["", layout.format(*heads)]
+    figures: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in result:
+        if row["contestant"] != "floor":
+            who = row.get("isa", row["contestant"])
+            key = (row["model"], row["format"], who, row["threads"], row["rows"])
+            figures.setdefault(key, {})[row["metric"]] = row["value"]
+    for key, figure in figures.items():
+        read = ceilings.get((key[2], key[3], "read_gb_per_s"))
+        peak = ceilings.get((key[2], key[3], "tflop_per_s"))
+        gigabytes, teraflop = figure["weight_gb_per_s"], figure["tflop_per_s"]
+        numbers = (
+            f"{gigabytes:.1f}",
+            f"{gigabytes / read:.0%}" if read else "",
+            f"{teraflop:.2f}",
+            f"{teraflop / peak:.0%}" if peak else "",
+        )
+        lines.append(layout.format(*key, *numbers))
+    return "\n".join(lines)

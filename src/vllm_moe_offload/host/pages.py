@@ -1,0 +1,115 @@
+"""Exact-size anonymous memory, its pages put on NUMA nodes before anyone reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+
+_NODES = Path("/sys/devices/system/node")
+_CGROUP = Path("/sys/fs/cgroup")
+# Linux 5.14: fault pages in, writable, without changing what they hold.
+_MADV_POPULATE_WRITE = 23
+# What one thread touches at a time: large enough that the calls cost nothing, small enough that
+# threads finish together and progress is seen.
+PIECE = 256 << 20
+
+
+class Pages(mmap.mmap):
+    """An anonymous mapping; `before_unmap` is called once, while it is still mapped."""
+
+    before_unmap: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmap is not None:
+            self.before_unmap()
+
+
+def map_pages(nbytes: int) -> Pages:
+    """An anonymous mapping of `nbytes`, huge pages advised, no page touched yet."""
+    block = Pages(-1, max(nbytes, 1))
+    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def available_memory() -> int:
+    """Bytes this process could still take: what the system has, within its cgroup's limit."""
+    available = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text())  # "max" where there is none
+        used = int((_CGROUP / "memory.current").read_text())
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:
+    """The (address, bytes) pieces of a block, in order."""
+    return [(address + at, min(PIECE, nbytes - at)) for at in range(0, nbytes, PIECE)]
+
+
+def node_cpus() -> list[set[int]]:
+    """The processors this process may use, NUMA node by node; one set without NUMA."""
+    allowed = os.sched_getaffinity(0)
+    nodes = []
+    for folder in sorted(_NODES.glob("node[0-9]*")):
+        here = allowed & set(_cpu_list((folder / "cpulist").read_text()))
+        if here:
+            nodes.append(here)
+    return nodes or [allowed]
+
+
+def touch(blocks: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """Fault in the pages of each (address, bytes) block; yields bytes as they are done.
+
+    Each block is split evenly over the NUMA nodes, and each part is touched by threads of its node,
+    so that it is placed there. What the pages hold is not changed.
+    """
+    nodes = node_cpus()
+    jobs: list[list[tuple[int, int]]] = [[] for _ in nodes]
+    for address, nbytes in blocks:
+        share = -(-nbytes // len(nodes))
+        share += -share % mmap.PAGESIZE
+        for node, at in enumerate(range(0, nbytes, share)):
+            jobs[node] += pieces(address + at, min(share, nbytes - at))
+    pools = [
+        ThreadPoolExecutor(len(cpus), initializer=os.sched_setaffinity, initargs=(0, cpus))
+        for cpus in nodes
+    ]
+    try:
+        done = [
+            pool.submit(_touch_piece, *piece)
+            for pool, node_jobs in zip(pools, jobs, strict=True)
+            for piece in node_jobs
+        ]
+        for future in done:
+            yield future.result()
+    finally:
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
+
+
+def _touch_piece(address: int, nbytes: int) -> int:
+    start = address & -mmap.PAGESIZE
+    length = address + nbytes - start
+    if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
+        # An older kernel: read and write back one byte of each page.
+        for page in range(max(start, address), address + nbytes, mmap.PAGESIZE):
+            byte = ctypes.c_char.from_address(page)
+            byte.value = byte.value
+    return nbytes
+
+
+def _cpu_list(text: str) -> Iterator[int]:
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)

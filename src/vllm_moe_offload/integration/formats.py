@@ -1,0 +1,173 @@
+"""How vLLM's formats keep experts: which the CPU engine reads, and how slots get under a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_moe_offload.errors import UnsupportedError
+from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
+from vllm_moe_offload.host import HostStore
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What an expert computes, and under which vLLM name each tensor of the engine is kept."""
+
+    spec: ExpertSpec
+    names: Mapping[str, str]
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """The engine's tensors among a layer's (name -> ``[N, ...]``)."""
+        return {ours: tensors[theirs] for ours, theirs in self.names.items()}
+
+
+def engine_view(layer: Any) -> EngineView:
+    """How the CPU engine reads the experts of this RoutedExperts, in the layout of its kernel.
+
+    Raises UnsupportedError for a format that is not known.
+    """
+    method = layer.quant_method
+    kind = type(method).__name__
+    if kind == "UnquantizedFusedMoEMethod":
+        format_, scale = Format.of(layer.params_dtype), None
+    elif kind == "Fp8MoEMethod" and method.block_quant:
+        format_, scale = Format.FP8_BLOCK, "weight_scale_inv"
+    elif kind == "Fp8MoEMethod":
+        format_, scale = Format.FP8_TENSOR, "weight_scale"
+    elif kind == "CompressedTensorsW8A8Fp8MoEMethod":
+        strategy = str(getattr(method.weight_quant.strategy, "value", method.weight_quant.strategy))
+        formats = {
+            "channel": Format.FP8_CHANNEL,
+            "tensor": Format.FP8_TENSOR,
+            "block": Format.FP8_BLOCK,
+        }
+        if strategy not in formats:
+            raise _unsupported(layer, f"{kind} with the strategy {strategy!r}")
+        format_, scale = formats[strategy], "weight_scale"
+    else:
+        raise _unsupported(layer, kind)
+    spec = ExpertSpec(
+        hidden=layer.moe_config.hidden_dim,
+        intermediate=layer.moe_config.intermediate_size_per_partition,
+        activation=Activation.parse(layer.moe_config.activation.value),
+        format=format_,
+        bias=layer.moe_config.has_bias,
+        apply_router_weight_on_input=layer.apply_router_weight_on_input,
+        dtype=layer.params_dtype if format_.quantised else None,
+    )
+    names = {}
+    for name in spec.layout.names:
+        matrix, _, part = name.partition("_")
+        names[name] = f"{matrix}_{scale}" if part == "scale" else name
+    return EngineView(spec, names)
+
+
+def _unsupported(layer: Any, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"moe_offload on {layer.layer_name}: experts quantised by {what} are not supported (bf16, "
+        "fp16, fp32 and, on a GPU, FP8 checkpoints are): serve this model without moe_offload"
+    )
+
+
+class SlotBinder:
+    """Puts slots under the kernel of a layer's format, on the GPU.
+
+    The format's own processing runs on as many experts as there are slots, never on all: first to
+    bring the experts in host memory into the kernel's layout, a slot-full at a time (not needed
+    where that changes nothing, as for bf16 and FP8 with Triton), then once more on the slots
+    themselves, so that the kernel is built over them with their scales.
+
+    `loaded`: name -> ``[E, ...]`` in host memory, as the checkpoint has them.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        process: Callable[[torch.nn.Module], None],
+        loaded: Tensors,
+        device: torch.device,
+    ) -> None:
+        self._layer = layer
+        self._process = process
+        self._loaded = loaded
+        self._device = device
+        self._num_experts = next(iter(loaded.values())).shape[0]
+        for name, tensor in loaded.items():
+            if name.endswith("input_scale"):
+                # A kernel takes one scale for all experts, the largest: of all, not of a slot-full.
+                tensor.fill_(tensor.max())
+
+    def convert(self, store: HostStore, num_slots: int) -> Tensors:
+        """The experts in the kernel's layout: `loaded` itself when that is the same."""
+        rows = torch.arange(num_slots)
+        first = self.bind(rows)
+        if all(
+            name in self._loaded
+            and torch.equal(tensor.cpu().view(torch.uint8), self._rows(name, rows))
+            for name, tensor in first.items()
+        ):
+            return {name: self._loaded[name] for name in first}
+        converted = store.allocate(ExpertLayout.of(first), self._num_experts)
+        store.prepare()
+        for start in range(0, self._num_experts, num_slots):
+            rows = torch.arange(start, min(start + num_slots, self._num_experts))
+            full = torch.cat((rows, rows.new_zeros(num_slots - len(rows))))
+            for name, tensor in self.bind(full).items():
+                converted[name][rows] = tensor[: len(rows)].cpu()
+        return converted
+
+    def bind(self, rows: torch.Tensor) -> Tensors:
+        """Build the layer's kernel over new slots that hold these experts; returns the slots."""
+        layer = self._layer
+        for name in list(layer._parameters):
+            delattr(layer, name)
+        for name, tensor in self._loaded.items():
+            data = tensor[rows].to(self._device)
+            layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
+        layer.local_num_experts = len(rows)
+        layer.quant_method.moe_kernel = None
+        layer.quant_method.moe_quant_config = None
+        self._process(layer)
+        return {
+            name: parameter.data
+            for name, parameter in layer._parameters.items()
+            if parameter is not None
+            and not name.endswith("input_scale")
+            and parameter.ndim
+            and parameter.shape[0] == len(rows)
+        }
+
+    def _rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        return self._loaded[name][rows].view(torch.uint8)
+
+
+class FormatLane:
+    """The resident lane on a GPU: the format's own kernel over the slots. A `lanes.base.Lane`."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def compute(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        out: torch.Tensor,
+        accumulate: bool,
+    ) -> None:
+        """As `lanes.base.Lane.compute`. The kernel rounds its output; `out` sums in float32."""
+        layer = self._layer
+        layer._expert_map = expert_map
+        layer.global_num_experts = layer.moe_config.num_experts + (expert_map is not None)
+        part = layer.quant_method.apply(layer, x, topk_weights, topk_ids, None, None)
+        if accumulate:
+            out.add_(part)
+        else:
+            out.copy_(part)

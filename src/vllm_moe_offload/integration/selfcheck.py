@@ -1,0 +1,54 @@
+"""Before the first request: the slots and the CPU engine agree on the experts in host memory."""
+
+from __future__ import annotations
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_moe_offload.errors import OffloadError
+from vllm_moe_offload.experts import ExpertSpec, Format
+from vllm_moe_offload.lanes import Counters, Lane, OffloadedLayer
+
+ROWS = 8
+# Relative error of the norm. Unquantised: the kernel rounds its activations to the format. FP8:
+# the kernel quantises its input rows and its activations to e4m3 (2^-4 each, averaged over a row's
+# sum), the engine does not. A wrong expert, scale or slot gives about 1.
+_FLOOR = {Format.FP32: 1e-4, Format.FP16: 5e-3, Format.BF16: 2e-2}
+_QUANTISED_FLOOR = 8e-2
+
+
+class SelfCheckError(OffloadError):
+    """The device and the CPU do not compute the same from the same experts."""
+
+
+def check_layer(name: str, layer: OffloadedLayer, spec: ExpertSpec, cpu: Lane) -> None:
+    """Compute random rows through slots and through the engine; SelfCheckError if they differ.
+
+    Every expert takes part, so all of them pass through the slots in waves.
+    """
+    generator = torch.Generator().manual_seed(0)
+    top_k = min(4, layer.num_experts)
+    rows = max(ROWS, -(-layer.num_experts // top_k))
+    # Types are given: while a model is loaded the default is the model's.
+    x = torch.randn((rows, spec.hidden), generator=generator, dtype=torch.float32).to(
+        spec.activation_dtype
+    )
+    order = torch.randperm(rows * top_k, generator=generator) % layer.num_experts
+    ids = order.view(rows, top_k).to(torch.int32)
+    weights = torch.rand((rows, top_k), generator=generator, dtype=torch.float32) / top_k
+    expected = torch.empty(x.shape, dtype=torch.float32)
+    cpu.compute(x, weights, ids, None, expected, False)
+
+    device = current_platform.device_type
+    got = layer.forward(x.to(device), weights.to(device), ids.to(device)).cpu().float()
+    layer.counters = Counters()
+    layer.invalidate()
+    error = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
+    floor = _FLOOR.get(spec.format, _QUANTISED_FLOOR)
+    if not error <= floor:
+        raise SelfCheckError(
+            f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
+            f"from the same experts on the CPU by {error:.1e} of the norm (allowed: {floor:.0e}); "
+            "this is a fault of vllm-moe-offload or of the kernel: serve without moe_offload and "
+            "report the model, the vLLM version and this line"
+        )

@@ -1,0 +1,78 @@
+"""On a GPU: no further from float32 than stock vLLM of the same format, and faults are noticed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+
+from tests.e2e.engines import (
+    Prompts,
+    engine,
+    errors,
+    is_no_further,
+    log_probabilities,
+    resize,
+    stats,
+)
+from tests.e2e.faults import FAULTS
+from tests.gpu import checkpoints
+from vllm_moe_offload import moe_offload_args
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SLOTS = (8, 32, 127, 128)
+SIZES = {"gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": 1 << 30}
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_no_further_from_float32_than_stock(kind: str, tmp_path: Path) -> None:
+    quantised, plain = checkpoints.write(kind, tmp_path)
+    prompts = Prompts.draw(checkpoints.VOCABULARY)
+    sequences = [list(p) for batch in prompts.batches for p in batch]
+    with engine(plain, dtype="float32", enforce_eager=True, **SIZES) as llm:
+        reference = log_probabilities(llm, sequences)
+    with engine(quantised, dtype="bfloat16", enforce_eager=True, **SIZES) as llm:
+        stock = log_probabilities(llm, sequences)
+    print(f"\n{kind}: stock {errors(stock, reference)}")
+
+    from vllm_moe_offload.device.cuda import CudaSlotCache
+
+    torch.cuda.reset_peak_memory_stats()
+    before, began = torch.cuda.memory_allocated(), time.perf_counter()
+    settings = moe_offload_args(slots_per_layer=SLOTS[0])
+    with engine(quantised, dtype="bfloat16", **settings, **SIZES) as llm:
+        loading = time.perf_counter() - began
+        done = stats(llm)
+        peak = torch.cuda.max_memory_allocated() - before
+        print(
+            f"{kind}: started in {loading:.1f} s, peak {peak / 2**30:.2f} GiB of GPU memory with "
+            f"{done['device_bytes'] / 2**30:.2f} GiB of slots, {done['host_bytes'] / 2**30:.2f} "
+            "GiB of experts on the host"
+        )
+        for slots in SLOTS:
+            resize(llm, slots)
+            began = time.perf_counter()
+            got = log_probabilities(llm, sequences)
+            seconds = time.perf_counter() - began
+            done = stats(llm)
+            print(
+                f"{kind}: {slots} slots {errors(got, reference)}, {seconds:.2f} s, "
+                f"hits {done['hits']} misses {done['misses']} waves {done['waves']}"
+            )
+            assert is_no_further(got, stock, reference), slots
+            if slots == checkpoints.EXPERTS:
+                assert (got == stock).all(), "all experts in slots: stock's own numbers"
+        for name, plant in FAULTS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch, CudaSlotCache)
+                resize(llm, 32)
+                got = log_probabilities(llm, sequences)
+            print(f"{kind}: {name} {errors(got, reference)}")
+            assert not is_no_further(got, stock, reference), name

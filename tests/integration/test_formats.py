@@ -1,0 +1,185 @@
+"""Slots under a format's own processing: converted a slot-full at a time, the kernel over slots."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_moe_offload import UnsupportedError
+from vllm_moe_offload.experts import Format
+from vllm_moe_offload.host import HostStore
+from vllm_moe_offload.integration.formats import (
+    FormatLane,
+    SlotBinder,
+    engine_view,
+)
+
+E = 7
+
+
+class Layer(torch.nn.Module):
+    """As much of a RoutedExperts as a format's processing looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(moe_kernel="old", moe_quant_config="old")
+        self.local_num_experts = E
+
+
+def loaded() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "w13_weight": torch.randn((E, 4, 6), generator=generator),
+        "w13_weight_scale": torch.rand((E, 2), generator=generator) + 0.5,
+        "w13_input_scale": torch.rand(E, generator=generator),
+    }
+
+
+def keeps(layer: torch.nn.Module) -> None:
+    """A format whose kernel reads what the checkpoint has."""
+    layer.quant_method.moe_kernel = ("kernel over", layer.w13_weight)
+
+
+def converts(layer: torch.nn.Module) -> None:
+    """A format that rescales (w13 to one scale an expert), renames and reduces over experts."""
+    assert layer.quant_method.moe_kernel is None
+    assert len(layer.w13_weight) == layer.local_num_experts
+    scale = layer.w13_weight_scale.max(dim=1).values
+    ratio = (layer.w13_weight_scale / scale[:, None]).repeat_interleave(2, dim=1)
+    for name, value in {
+        "w13_packed": layer.w13_weight * ratio[:, :, None],
+        "w13_weight_scale": scale,
+        "w13_input_scale": layer.w13_input_scale.max(),
+    }.items():
+        if name in layer._parameters:
+            delattr(layer, name)
+        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+    del layer.w13_weight
+    layer.quant_method.moe_kernel = ("kernel over", layer.w13_packed, layer.w13_weight_scale)
+
+
+def make_store() -> HostStore:
+    return HostStore(lambda address, nbytes: None, lambda address: None)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 7])
+def test_a_format_that_keeps_the_layout_shares_the_loaded_experts(num_slots: int) -> None:
+    layer, experts = Layer(), loaded()
+    del experts["w13_input_scale"]
+    binder = SlotBinder(layer, keeps, experts, torch.device("cpu"))
+    host = binder.convert(make_store(), num_slots)
+    assert {name: t.data_ptr() for name, t in host.items()} == {
+        name: t.data_ptr() for name, t in experts.items()
+    }
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 7])
+def test_a_format_that_converts_gives_what_it_gives_for_all_experts(num_slots: int) -> None:
+    whole = Layer()
+    for name, tensor in loaded().items():
+        whole.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    whole.quant_method.moe_kernel = None
+    converts(whole)
+
+    layer = Layer()
+    binder = SlotBinder(layer, converts, loaded(), torch.device("cpu"))
+    host = binder.convert(make_store(), num_slots)
+    assert set(host) == {"w13_packed", "w13_weight_scale"}
+    assert torch.equal(host["w13_packed"], whole.w13_packed.data)
+    assert torch.equal(host["w13_weight_scale"], whole.w13_weight_scale.data)
+
+    slots = binder.bind(torch.arange(num_slots))
+    assert set(slots) == set(host)
+    assert all(len(tensor) == num_slots for tensor in slots.values())
+    _, weight, scale = layer.quant_method.moe_kernel
+    assert weight.data_ptr() == slots["w13_packed"].data_ptr(), "the kernel reads the slots"
+    assert scale.data_ptr() == slots["w13_weight_scale"].data_ptr()
+    assert torch.equal(layer.w13_input_scale, whole.w13_input_scale), "the largest of all experts"
+
+
+def test_the_lane_sums_waves_in_float32_and_maps_with_a_sentinel() -> None:
+    calls = []
+
+    def apply(layer: Layer, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        calls.append((layer._expert_map, layer.global_num_experts))
+        return (x * (1 + 2**-9)).to(torch.bfloat16)
+
+    layer = Layer()
+    layer.moe_config = SimpleNamespace(num_experts=E)
+    layer.quant_method = SimpleNamespace(apply=apply)
+    lane = FormatLane(layer)
+    x = torch.randn(3, 5).to(torch.bfloat16)
+    out = torch.full((3, 5), float("nan"))
+    map_ = torch.zeros(E + 1, dtype=torch.int32)
+    lane.compute(x, x, x, map_, out, False)
+    lane.compute(x, x, x, map_, out, True)
+    assert torch.equal(out, 2 * apply(layer, x).float())
+    lane.compute(x, x, x, None, out, False)
+    assert [number for _, number in calls] == [E + 1, E + 1, E + 1, E]
+    assert calls[-1][0] is None
+
+
+def make_routed(kind: str, **method: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        layer_name="layers.0",
+        quant_method=type(kind, (), method)(),
+        params_dtype=torch.bfloat16,
+        apply_router_weight_on_input=False,
+        moe_config=SimpleNamespace(
+            hidden_dim=256,
+            intermediate_size_per_partition=128,
+            activation=SimpleNamespace(value="silu"),
+            has_bias=False,
+        ),
+    )
+
+
+def compressed(strategy: str) -> dict[str, object]:
+    return {"weight_quant": SimpleNamespace(strategy=strategy)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "format_", "scale"),
+    [
+        ("UnquantizedFusedMoEMethod", {}, Format.BF16, None),
+        ("Fp8MoEMethod", {"block_quant": True}, Format.FP8_BLOCK, "weight_scale_inv"),
+        ("Fp8MoEMethod", {"block_quant": False}, Format.FP8_TENSOR, "weight_scale"),
+        (
+            "CompressedTensorsW8A8Fp8MoEMethod",
+            compressed("channel"),
+            Format.FP8_CHANNEL,
+            "weight_scale",
+        ),
+    ],
+)
+def test_the_engine_reads_each_format_under_vllms_names(
+    kind: str, method: dict, format_: Format, scale: str | None
+) -> None:
+    routed = make_routed(kind, **method)
+    view = engine_view(routed)
+    assert view.spec.format is format_
+    assert not view.spec.bias
+    assert not view.spec.apply_router_weight_on_input
+    routed.moe_config.has_bias = routed.apply_router_weight_on_input = True
+    other = engine_view(routed)
+    assert other.spec.bias
+    assert other.spec.apply_router_weight_on_input
+    assert other.names["w13_bias"] == "w13_bias"
+    assert view.spec.activation_dtype is torch.bfloat16
+    expected = {"w13_weight": "w13_weight", "w2_weight": "w2_weight"}
+    if scale:
+        expected |= {"w13_scale": f"w13_{scale}", "w2_scale": f"w2_{scale}"}
+    assert view.names == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("Int3Method", {}), ("CompressedTensorsW8A8Fp8MoEMethod", compressed("group"))],
+)
+def test_another_format_is_refused_by_name(kind: str, method: dict) -> None:
+    with pytest.raises(UnsupportedError, match=kind):
+        engine_view(make_routed(kind, **method))
