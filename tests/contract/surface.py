@@ -66,7 +66,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
         }
     },
     "vllm/model_executor/layers/fused_moe/runner/moe_runner.py": {
-        "MoERunner": {"routed_experts": None}
+        "MoERunner": {"routed_experts": None, "router": None}
     },
     "vllm/model_executor/layers/fused_moe/config.py": {
         "FusedMoEConfig": {
@@ -105,6 +105,16 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/model_executor/model_loader/utils.py": {
         "": {"device_loading_context": ["module", "target_device"]}
     },
+    "vllm/model_executor/layers/fused_moe/router/routing_simulator_router.py": {
+        "RoutingStrategy": {
+            "route_tokens": ["self", "hidden_states", "router_logits", "top_k", "indices_type"]
+        },
+        "RoutingSimulator": {"register_strategy": ["cls", "name", "strategy"]},
+        "RoutingSimulatorRouter": {"_compute_routing": ["self", "hidden_states", "router_logits"]},
+    },
+    "vllm/model_executor/layers/fused_moe/router/base_router.py": {
+        "BaseRouter": {"top_k": None, "global_num_experts": None}
+    },
     "vllm/forward_context.py": {
         "": {"get_forward_context": [], "is_forward_context_available": []},
         "ForwardContext": {"no_compile_layers": None, "slot_mapping": None},
@@ -138,6 +148,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "scheduler_config": None,
         }
     },
+    "vllm/config/compilation.py": {"CompilationConfig": {"static_forward_context": None}},
     "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},
 }
 # Names that must not be there: the plugin adds them and would hide vLLM's own.
