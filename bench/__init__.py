@@ -1,0 +1,1 @@
+"""Measuring, in one form: results are rows (`bench.common`), contestants run one engine each."""

@@ -1,0 +1,242 @@
+"""One engine of one contestant: ``python -m bench.child ORDER``, a file made by `bench.runner`.
+
+Every figure is appended to the order's result file as soon as it is there, so that what was
+measured outlives a crash.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.common import MIN_REPEATS, summary
+
+_GIB = 2**30
+PROMPT = 16  # tokens before the steps that decode.py times
+REPEATS = 7
+# A repeat is the mean of up to so many steps, after up to so many that fill caches.
+_CHUNK, _WARM = 16, 64
+
+
+class _Loaded(Exception):
+    """Raised to end an engine that was started for its loading only."""
+
+
+class Sampler:
+    """The most that host and GPU memory grew by, looked at every few milliseconds."""
+
+    def __init__(self) -> None:
+        import psutil
+        import torch
+
+        self._available = lambda: psutil.virtual_memory().available
+        self._cuda = torch.cuda if torch.cuda.is_available() else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Sampler:
+        gc.collect()
+        if self._cuda:
+            self._cuda.reset_peak_memory_stats()
+        self.host_before = self.host_least = self._available()
+        self.gpu_before = self.gpu_most = self.gpu_now()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._look()
+        self._stop.set()
+        self._thread.join()
+
+    def gpu_now(self) -> int:
+        """Bytes of GPU memory that torch has given out."""
+        return self._cuda.memory_allocated() if self._cuda else 0
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            self._look()
+
+    def _look(self) -> None:
+        self.host_least = min(self.host_least, self._available())
+        if self._cuda:
+            # torch's own peak is set back by vLLM when it has loaded, hence the looking.
+            self.gpu_most = max(self.gpu_most, self._cuda.max_memory_allocated())
+
+
+class Child:
+    """Carries an order out."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.order = order
+        self._result = Path(order["result"])
+
+    def emit(self, metric: str, unit: str, value: dict[str, Any], **cell: Any) -> None:
+        """Write one figure down."""
+        with self._result.open("a") as file:
+            file.write(json.dumps({"metric": metric, "unit": unit, **value, **cell}) + "\n")
+
+    def run(self) -> None:
+        """Start the engine and measure every cell."""
+        from vllm import LLM
+        from vllm.plugins import load_general_plugins
+
+        # First, since the plugin adds to the same class as `_watch_loading`.
+        load_general_plugins()
+        self._watch_loading()
+        engine = dict(self.order["engine"])
+        for name in ("cpu_offload_params", "offload_params"):
+            if name in engine:
+                engine[name] = set(engine[name])
+        began = time.perf_counter()
+        try:
+            llm = LLM(**engine)
+        except _Loaded:
+            return
+        self._single("start_s", "s", time.perf_counter() - began)
+        for cell in self.order["cells"]:
+            if cell.get("routing") not in (None, "model"):
+                llm.collective_rpc("moe_offload_routing", args=(cell["routing"],))
+            if "batch" in cell:
+                self._decode(llm, cell)
+            else:
+                self._prefill(llm, cell)
+
+    def _decode(self, llm: Any, cell: dict[str, Any]) -> None:
+        """Steps of a full batch after its prefill; their number follows from how long they take."""
+        budget = self.order["seconds"]
+        calibration = Requests(llm, cell["batch"], PROMPT, 5)
+        calibration.advance(2)
+        step = calibration.advance(2) / 2
+        calibration.finish()
+        chunk = max(1, min(_CHUNK, int(budget * 0.6 / REPEATS / step)))
+        warm = max(4, min(_WARM, int(budget * 0.4 / step)))
+        requests = Requests(llm, cell["batch"], PROMPT, 1 + warm + REPEATS * chunk + 1)
+        requests.advance(1 + warm)
+        self._reset(llm)
+        times = [requests.advance(chunk) / chunk * 1e3 for _ in range(REPEATS)]
+        hits = self._hit_percent(llm)
+        requests.finish()
+        self.emit("step_ms", "ms", summary(times), **cell)
+        if hits is not None:
+            self._single("hit_percent", "%", hits, **cell)
+
+    def _prefill(self, llm: Any, cell: dict[str, Any]) -> None:
+        """The time to the one token that is asked for."""
+        times = []
+        for repeat in range(1 + MIN_REPEATS):
+            if repeat == 1:
+                self._reset(llm)
+            times.append(Requests(llm, 1, cell["tokens"], 1, seed=repeat).finish() * 1e3)
+        self.emit("ttft_ms", "ms", summary(times[1:]), **cell)
+        hits = self._hit_percent(llm)
+        if hits is not None:
+            self._single("hit_percent", "%", hits, **cell)
+
+    def _single(self, metric: str, unit: str, value: float, **cell: Any) -> None:
+        self.emit(metric, unit, {"value": value, "min": value, "max": value, "repeats": 1}, **cell)
+
+    def _reset(self, llm: Any) -> None:
+        if self.order["ours"]:
+            llm.collective_rpc("moe_offload_reset_stats")
+
+    def _hit_percent(self, llm: Any) -> float | None:
+        if not self.order["ours"]:
+            return None
+        (stats,) = llm.collective_rpc("moe_offload_stats")
+        used = stats["hits"] + stats["misses"]
+        return 100 * stats["hits"] / used if used else None
+
+    def _watch_loading(self) -> None:
+        """Measure the time and memory of a worker's `load_model`, whoever does it."""
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        load = WorkerWrapperBase.load_model
+
+        def load_model(worker: Any, *args: Any, **kwargs: Any) -> None:
+            with Sampler() as seen:
+                began = time.perf_counter()
+                load(worker, *args, **kwargs)
+                seconds = time.perf_counter() - began
+            if self.order["stock_offload"] and not offloaded_bytes():
+                raise RuntimeError("vLLM took the settings and offloaded nothing")
+            grew = seen.gpu_now() - seen.gpu_before
+            dense = dense_bytes(worker.worker.get_model())
+            self._single("load_s", "s", seconds)
+            self._single("peak_gpu_gib", "GiB", (seen.gpu_most - seen.gpu_before) / _GIB)
+            self._single("peak_host_gib", "GiB", (seen.host_before - seen.host_least) / _GIB)
+            self._single("expert_gpu_gib", "GiB", max(0, grew - dense) / _GIB)
+            if self.order["task"] == "load":
+                raise _Loaded
+
+        WorkerWrapperBase.load_model = load_model
+
+
+def offloaded_bytes() -> int:
+    """What vLLM's own offloader has moved to host memory; some runners and devices ignore it."""
+    from vllm.model_executor.offloader import get_offloader
+
+    offloader = get_offloader()
+    return sum(
+        getattr(offloader, name, 0) for name in ("cpu_offload_bytes", "total_offloaded_bytes")
+    )
+
+
+def dense_bytes(model: Any) -> int:
+    """Bytes of the parameters on the GPU that are not routed experts'."""
+    return sum(
+        parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if parameter.is_cuda and ".experts." not in f".{name}."
+    )
+
+
+class Requests:
+    """`batch` requests of random tokens, prefilled in one step, each generating `new` tokens."""
+
+    def __init__(self, llm: Any, batch: int, prompt: int, new: int, seed: int = 0) -> None:
+        import numpy as np
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = SamplingParams(
+            temperature=0,
+            max_tokens=new,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine = llm.llm_engine
+        vocabulary = llm.model_config.get_vocab_size()
+        tokens = np.random.default_rng(seed).integers(3, vocabulary, (batch, prompt)).tolist()
+        self._began = time.perf_counter()
+        self._done: dict[str, int] = {}
+        for index, row in enumerate(tokens):
+            self._engine.add_request(str(index), TokensPrompt(prompt_token_ids=row), parameters)
+            self._done[str(index)] = 0
+
+    def advance(self, tokens: int) -> float:
+        """Go on until the slowest request has that many tokens more; the seconds it took."""
+        until = min(self._done.values()) + tokens
+        began = time.perf_counter()
+        while min(self._done.values()) < until:
+            self._step()
+        return time.perf_counter() - began
+
+    def finish(self) -> float:
+        """Go on to the end; the seconds since the requests were made."""
+        while self._engine.has_unfinished_requests():
+            self._step()
+        return time.perf_counter() - self._began
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            self._done[output.request_id.split("-")[0]] += len(output.outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    Child(json.loads(Path(sys.argv[1]).read_text())).run()

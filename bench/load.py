@@ -1,0 +1,63 @@
+"""Loading: seconds of a worker's `load_model`, and the most GPU and host memory it takes.
+
+    python -m bench.load --layers 4 --load-format auto --json FILE     a random checkpoint's files
+    python -m bench.load --layers 24 --json FILE                       weights made up
+
+An engine is started for each repeat and ended when it has loaded. Memory is what it grew by while
+loading: torch's on the GPU, the host's as the kernel counts what is available. Files are written
+just before, so that they are read from the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from bench import models, report, runner
+from bench.common import Row, summary
+from bench.runner import Cell
+
+METRICS = {"load_s": "s", "peak_gpu_gib": "GiB", "peak_host_gib": "GiB", "expert_gpu_gib": "GiB"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    runner.arguments(parser)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    session, folder = runner.session("load", options)
+    with folder:
+        if options.load_format != "dummy" and options.model in models.MODELS:
+            if options.format != "bf16":
+                parser.error("checkpoints are written in bf16 only: --load-format dummy")
+            models.write_checkpoint(options.model, session.shape.layers, session.model)
+        engine = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+        # In turns, so that what changes on the machine meanwhile changes for all.
+        singles: dict[str, list[list[Row]]] = {name: [] for name in options.contestants}
+        for _ in range(options.repeats):
+            for name in options.contestants:
+                singles[name].append(session.figures(name, "load_s", [Cell("model")], engine))
+        session.add([row for name in singles for row in _merge(singles[name])])
+    print(report.table(session.rows, "load_s"))
+
+
+def _merge(repeats: list[list[Row]]) -> list[Row]:
+    """One row a metric over the repeats; what failed in any of them is a row without a value."""
+    made = []
+    for metric, unit in METRICS.items():
+        found = [row for rows in repeats for row in rows if row["metric"] == metric]
+        values = [row["value"] for row in found if row["value"] is not None]
+        template = dict(repeats[0][0]) | {"metric": metric, "unit": unit, "routing": None}
+        template.pop("note", None)
+        try:
+            made.append(template | summary(values))
+        except ValueError as error:
+            notes = [row["note"] for rows in repeats for row in rows if row.get("note")]
+            nothing = dict.fromkeys(("value", "min", "max", "repeats"))
+            made.append(template | nothing | {"note": (notes or [str(error)])[0]})
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Result files as tables and pictures.
+
+    python -m bench.report bench/results/h100/*.json --out docs/benchmarks.md --pictures docs/img
+
+Ratios are of rows of one file only. A figure's share of the floor stands behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common import Row, problems
+
+TITLES = {
+    "step_ms": "Decode, ms a step",
+    "ttft_ms": "Prefill, ms to the first token",
+    "load_s": "Loading, s",
+}
+
+
+def table(rows: Sequence[Row], metric: str) -> str:
+    """Markdown: contestants down, what was measured across, ``value (floor / value)``."""
+    mine = [row for row in rows if row["metric"] == metric]
+    columns = list(dict.fromkeys(_column(row) for row in mine))
+    names = list(dict.fromkeys(row["contestant"] for row in mine))
+    cells = {(row["contestant"], _column(row)): row for row in mine}
+    beside = _beside(rows)
+    lines = [
+        "| | " + " | ".join(columns) + " | GPU GiB for experts |",
+        "|" + "---|" * (len(columns) + 2),
+    ]
+    for name in names:
+        figures = [_figure(cells, name, column) for column in columns]
+        lines.append(f"| {name} | " + " | ".join(figures) + f" | {beside.get(name, '')} |")
+    return "\n".join(lines) + "\n" + _notes(mine)
+
+
+def sections(files: Iterable[Path]) -> str:
+    """All tables of the files, each under what it is and where it was measured."""
+    parts = []
+    for path in files:
+        for rows in _tables(read(path)):
+            head, metric = rows[0], _main_metric(rows)
+            if metric is None:
+                continue
+            about = ", ".join(
+                f"{head[key]}" + (f" {key}" if key == "layers" else "")
+                for key in ("model", "layers", "format", "card", "host_cpu")
+                if head[key] is not None
+            )
+            versions = f"vLLM {head['vllm']}, torch {head['torch']}, commit {head['commit']}"
+            parts += [
+                f"## {TITLES[metric]}",
+                f"{about}; {versions}, {head['date']}. `{path.name}`",
+                table(rows, metric),
+                _rates(rows),
+            ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def picture(rows: Sequence[Row], metric: str, target: Path) -> None:
+    """Bars of every contestant at every column, logarithmic, the floor as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    mine = [row for row in rows if row["metric"] == metric and row["value"] is not None]
+    columns = list(dict.fromkeys(_column(row) for row in mine))
+    names = [n for n in dict.fromkeys(row["contestant"] for row in mine) if n != "floor"]
+    values = {(row["contestant"], _column(row)): row["value"] for row in mine}
+    figure, axes = pyplot.subplots(figsize=(1.5 + 1.6 * len(columns), 4), layout="constrained")
+    width = 0.8 / max(1, len(names))
+    for index, name in enumerate(names):
+        places = [c + (index - (len(names) - 1) / 2) * width for c in range(len(columns))]
+        heights = [values.get((name, column), 0) for column in columns]
+        bars = axes.bar(places, heights, width, label=name)
+        axes.bar_label(bars, [f"{h:.3g}" if h else "" for h in heights], fontsize=7)
+    for place, column in enumerate(columns):
+        if ("floor", column) in values:
+            label = "floor" if place == 0 else None
+            axes.hlines(
+                values["floor", column], place - 0.45, place + 0.45, "black", "--", label=label
+            )
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_ylabel(TITLES[metric])
+    axes.legend(fontsize=8)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; raises ValueError for one that is none."""
+    rows: list[Row] = json.loads(path.read_text())
+    for row in rows:
+        if wrong := problems(row):
+            raise ValueError(f"{path}: {'; '.join(wrong)}: {row}")
+    return rows
+
+
+def _tables(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows of one run each, so that nothing is compared across runs."""
+    runs: dict[str, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(row["run"], []).append(row)
+    return list(runs.values())
+
+
+def _main_metric(rows: Sequence[Row]) -> str | None:
+    return next((metric for metric in TITLES if any(r["metric"] == metric for r in rows)), None)
+
+
+def _column(row: Row) -> str:
+    words = [row["routing"]] if row["routing"] not in (None, "model") else []
+    words += [f"{name} {row[name]}" for name in ("batch", "tokens") if row[name] is not None]
+    return ", ".join(words) or "all"
+
+
+def _figure(cells: dict[tuple[str, str], Row], name: str, column: str) -> str:
+    row, floor = cells.get((name, column)), cells.get(("floor", column))
+    if row is None:
+        return ""
+    if row["value"] is None:
+        return "-"
+    text = f"{row['value']:.3g}" if row["value"] < 100 else f"{row['value']:.0f}"
+    if floor is None or floor["value"] is None or name == "floor":
+        return text
+    return f"{text} ({100 * floor['value'] / row['value']:.0f} %)"
+
+
+def _beside(rows: Sequence[Row]) -> dict[str, str]:
+    return {
+        row["contestant"]: f"{row['value']:.2f}"
+        for row in rows
+        if row["metric"] == "expert_gpu_gib" and row["value"] is not None
+    }
+
+
+def _notes(rows: Sequence[Row]) -> str:
+    notes: dict[str, Any] = {}
+    for row in rows:
+        if row["value"] is None:
+            notes.setdefault(f"{row['contestant']}: {row['note']}", None)
+    return "".join(f"\n- {note}" for note in notes)
+
+
+def _rates(rows: Sequence[Row]) -> str:
+    figures = [
+        f"{row['metric'].removesuffix('_gb_per_s').replace('_', ' ')} {row['value']:.1f}"
+        for row in rows
+        if row["contestant"] == "machine" and row["value"] is not None
+    ]
+    return f"The machine in this run, GB/s: {', '.join(figures)}." if figures else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, help="markdown file; default: printed")
+    parser.add_argument("--pictures", type=Path, help="folder for a PNG of each table")
+    options = parser.parse_args()
+    text = "# Benchmarks\n\n" + sections(options.files)
+    if options.out:
+        options.out.write_text(text)
+    else:
+        print(text)
+    if options.pictures:
+        for path in options.files:
+            for rows in _tables(read(path)):
+                if metric := _main_metric(rows):
+                    name = f"{rows[0]['card']}-{path.stem}-{rows[0]['run']}.png"
+                    picture(rows, metric, options.pictures / name)
+
+
+if __name__ == "__main__":
+    main()

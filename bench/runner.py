@@ -1,0 +1,248 @@
+"""Running contestants: one engine and one process each, so that none can end the run of another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import models, rates
+from bench.common import ROOT, Row, Run, append
+from bench.contestants import OURS, Contestant, make
+
+ROUTING_VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+SIMULATED = ("uniform", "local")
+_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
+_LEAST = 20.0  # seconds an engine is not started below
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every benchmark of engines has."""
+    add = parser.add_argument
+    add("--json", type=Path, help="file the rows are appended to")
+    add("--model", default="qwen3-30b-a3b", help=f"{', '.join(models.MODELS)}, or a folder")
+    add("--layers", type=int, help="of the model, the first ones; default 24, a folder's: all")
+    add("--format", default="bf16", help=f"{', '.join(models.FORMATS)}; ignored for a folder")
+    add("--dtype", default="auto", help="as vLLM's")
+    add("--load-format", default="dummy", help="as vLLM's")
+    add("--contestants", type=_words, default=["vllm-gpu", "cache", "vllm-uva", "vllm-prefetch"])
+    add("--slots", type=int, help="experts a layer on the GPU; default a fifth of them")
+    add("--runner", choices=("v1", "v2"), default="v1", help="vLLM's model runner")
+    add("--eager", action="store_true", help="no CUDA graphs for anybody")
+    add("--kv-gib", type=float, default=4.0, help="KV cache")
+    add("--deadline", type=float, default=570.0, help="seconds for the whole run")
+    add("--timeout", type=float, default=300.0, help="seconds for one contestant")
+    add("--seconds", type=float, default=6.0, help="about so long for one figure")
+    add("--logs", type=Path, help="folder for what the engines print")
+    add("--commit", help="of the code, where it is not a clone")
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def numbers(text: str) -> list[int]:
+    """``1,8,32`` as a list."""
+    return [int(word) for word in _words(text)]
+
+
+def words(text: str) -> list[str]:
+    """``uniform,local`` as a list."""
+    return _words(text)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one figure of an engine is measured at."""
+
+    routing: str
+    batch: int | None = None
+    tokens: int | None = None
+
+    def keys(self) -> dict[str, Any]:
+        """As keys of a row, those that apply."""
+        given = {"routing": self.routing, "batch": self.batch, "tokens": self.tokens}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Session:
+    """A run over contestants: its model, its deadline and its rows."""
+
+    def __init__(self, bench: str, options: argparse.Namespace, folder: Path) -> None:
+        self._ends = time.monotonic() + options.deadline
+        self.options = options
+        self.folder = folder
+        self.run = Run.here(bench, options.commit)
+        self.model = self._model()
+        self.shape = models.Shape.of(self.model, options.dtype)
+        if options.slots is not None and not 1 <= options.slots <= self.shape.experts:
+            raise SystemExit(f"--slots {options.slots}: give 1 to {self.shape.experts}")
+        self.slots: int = options.slots or max(1, self.shape.experts // 5)
+        self.rows: list[Row] = []
+        self._numbered = 0
+
+    def common(self) -> dict[str, Any]:
+        """Keys that all rows of this session share."""
+        named = self.options.model in models.MODELS
+        return {
+            "model": self.options.model if named else Path(self.options.model).name,
+            "layers": self.shape.layers,
+            "format": self.options.format if named else self.options.dtype,
+            "tensor_parallel": 1,
+        }
+
+    def add(self, rows: list[Row]) -> None:
+        """Keep rows, and write them down at once."""
+        self.rows += rows
+        if self.options.json:
+            append(self.options.json, rows)
+
+    def measure_rates(self) -> None:
+        """Rows of `bench.rates` for pieces of this model's expert."""
+        figures = rates.measure(self.shape.expert_bytes)
+        self.add(rates.rows(self.run, figures, **self.common()))
+
+    def value(self, contestant: str, metric: str, **keys: Any) -> float | None:
+        """A figure of this session, or None when it was not or could not be measured."""
+        wanted = {"contestant": contestant, "metric": metric, **keys}
+        for row in self.rows:
+            if all(row[key] == value for key, value in wanted.items()):
+                return row["value"]
+        return None
+
+    def floor(self, metric: str, cell: Cell, value: float | str) -> None:
+        """A lower bound, or why there is none."""
+        got = {"note": value} if isinstance(value, str) else {"value": value, "repeats": 1}
+        keys = self.common() | cell.keys() | {"slots": self.slots}
+        self.add([self.run.row(contestant="floor", metric=metric, unit="ms", **keys, **got)])
+
+    def compete(self, name: str, metric: str, cells: list[Cell], engine: dict[str, Any]) -> None:
+        """Measure `metric` at every cell and keep the rows.
+
+        Simulated routings share an engine; the model's own needs one without the simulator.
+        """
+        simulated = [cell for cell in cells if cell.routing in SIMULATED]
+        for part in (simulated, [cell for cell in cells if cell.routing not in SIMULATED]):
+            if part:
+                self.add(self.figures(name, metric, part, engine))
+
+    def figures(
+        self, name: str, metric: str, cells: list[Cell], engine: dict[str, Any]
+    ) -> list[Row]:
+        """The rows of one engine; a cell that was not reached is a row that says why."""
+        measured: list[dict[str, Any]] = []
+        note: str | None = None
+        slots: int | None = None
+        try:
+            contestant = make(name, self.shape, self.slots)
+            slots = contestant.slots
+            measured, note = self._start(contestant, metric, cells, engine)
+        except ValueError as error:  # ConfigError included: settings that this release refuses
+            note = str(error)
+        keys = self.common() | {"slots": slots, "contestant": name}
+        made = [self.run.row(**(keys | figures)) for figures in measured]
+        for cell in cells:
+            if not any(
+                f["metric"] == metric and cell.keys().items() <= f.items() for f in measured
+            ):
+                unit = "s" if metric.endswith("_s") else "ms"
+                missing = {"metric": metric, "unit": unit, "note": note or "nothing was measured"}
+                made.append(self.run.row(**keys, **cell.keys(), **missing))
+        return made
+
+    def _start(
+        self, contestant: Contestant, metric: str, cells: list[Cell], engine: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Figures of one engine, and what went wrong with it."""
+        seconds = min(self.options.timeout, self._ends - time.monotonic())
+        if seconds < _LEAST:
+            return [], f"not started: {self.options.deadline:.0f} s for the run are over"
+        self._numbered += 1
+        base = self.folder / f"{self._numbered:02}-{contestant.name}"
+        order = {
+            "task": self.run.bench,
+            "ours": contestant.name in OURS,
+            "stock_offload": contestant.name in ("vllm-uva", "vllm-prefetch"),
+            "engine": self._engine() | engine | contestant.engine,
+            "cells": [cell.keys() for cell in cells],
+            "seconds": self.options.seconds,
+            "result": str(base.with_suffix(".jsonl")),
+        }
+        base.with_suffix(".json").write_text(json.dumps(order))
+        log = (self.options.logs or self.folder) / f"{base.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "bench.child", str(base.with_suffix(".json"))],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=self._environment(cells),
+            )
+            try:
+                note = None if process.wait(seconds) == 0 else reason(log.read_text())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                note = f"stopped after {seconds:.0f} s"
+        result = base.with_suffix(".jsonl")
+        lines = result.read_text().splitlines() if result.is_file() else []
+        return [json.loads(line) for line in lines], note
+
+    def _engine(self) -> dict[str, Any]:
+        return {
+            "model": str(self.model),
+            "dtype": self.options.dtype,
+            "load_format": self.options.load_format,
+            "skip_tokenizer_init": True,
+            "enforce_eager": self.options.eager,
+            "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": int(self.options.kv_gib * 2**30),
+            "seed": 0,
+        }
+
+    def _environment(self, cells: list[Cell]) -> dict[str, str]:
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.options.runner == "v2" else "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop(ROUTING_VARIABLE, None)
+        if cells[0].routing in SIMULATED:
+            environment[ROUTING_VARIABLE] = cells[0].routing
+        return environment
+
+    def _model(self) -> Path:
+        if self.options.model in models.MODELS:
+            layers = self.options.layers or 24
+            target = self.folder / "model"
+            return models.write_config(self.options.model, layers, self.options.format, target)
+        folder = Path(self.options.model).resolve()
+        if not (folder / "config.json").is_file():
+            known = ", ".join(models.MODELS)
+            raise SystemExit(f"--model {self.options.model}: not one of {known}, and no folder")
+        if self.options.layers is not None:
+            raise SystemExit("--layers cuts the models known by name; a folder is taken as it is")
+        return folder
+
+
+def reason(log: str) -> str:
+    """The line of a failed engine's output that says most: the last that names an error."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    named = [found[0] for line in lines if (found := _ERROR.search(line))]
+    return (named or lines or ["ended without a word"])[-1][:300]
+
+
+def session(bench: str, options: argparse.Namespace) -> tuple[Session, tempfile.TemporaryDirectory]:
+    """A session in a temporary folder, which is gone with the second value."""
+    folder = tempfile.TemporaryDirectory(prefix=f"bench-{bench}-")
+    return Session(bench, options, Path(folder.name)), folder

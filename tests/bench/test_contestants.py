@@ -1,0 +1,136 @@
+"""Everybody gets our GPU bytes, or the next size up; and the floors are what was written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import floors
+from bench.contestants import make, prefetch_arguments, uva_arguments
+from bench.models import FORMATS, MODELS, Shape, write_checkpoint, write_config
+
+QWEN = Shape(layers=24, experts=128, top_k=8, hidden=2048, intermediate=768, expert_bytes=9437184)
+SHAPES = [QWEN, Shape(5, 8, 2, 64, 32, 12288), Shape(48, 128, 8, 2048, 768, 4720896)]
+SHARES = [0.01, 0.2, 0.5, 0.99]
+
+
+def uva_offloaded(shape: Shape, gib: float) -> float:
+    """What vLLM's UVA offloader moves: parameters in order, while it is below the limit."""
+    moved = 0.0
+    for _ in range(shape.layers):
+        for part in (2, 1):
+            if moved >= gib * 2**30:
+                return moved
+            moved += part * shape.experts * shape.expert_bytes / 3
+    return moved
+
+
+def prefetch_layers(shape: Shape, arguments: dict) -> float:
+    """Layers that vLLM's prefetcher has on the GPU: the resident ones and its buffers."""
+    group, offloaded = arguments["offload_group_size"], arguments["offload_num_in_group"]
+    resident = [i for i in range(shape.layers) if i % group < group - offloaded]
+    return len(resident) + arguments["offload_prefetch_step"]
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_uva_keeps_at_least_as_much_and_at_most_one_parameter_more(
+    shape: Shape, share: float
+) -> None:
+    slots = max(1, round(share * shape.experts))
+    arguments = uva_arguments(shape, slots)
+    kept = shape.expert_bytes_total - uva_offloaded(shape, arguments["cpu_offload_gb"])
+    wanted = slots * shape.layers * shape.expert_bytes
+    assert wanted - 1 <= kept < wanted + shape.experts * shape.expert_bytes * 2 / 3 + 1
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_prefetch_keeps_at_least_as_much(shape: Shape, share: float) -> None:
+    slots = max(1, round(share * shape.experts))
+    kept = prefetch_layers(shape, prefetch_arguments(shape, slots))
+    assert slots * shape.layers / shape.experts <= kept <= shape.layers
+
+
+def test_prefetch_of_a_fifth_of_24_layers_keeps_four_and_a_buffer() -> None:
+    assert prefetch_layers(QWEN, prefetch_arguments(QWEN, 26)) == 5
+
+
+def test_ours_has_the_slots_and_the_mode() -> None:
+    cache = make("cache", QWEN, 26)
+    assert cache.slots == 26
+    assert cache.engine["additional_config"]["moe_offload"] == {
+        "mode": "cache",
+        "slots_per_layer": 26,
+    }
+    assert make("cpu", QWEN, 26).slots == 0
+    assert make("vllm-gpu", QWEN, 26).engine == {}
+
+
+def test_what_does_not_exist_says_what_does() -> None:
+    with pytest.raises(ValueError, match="'hybrid' is not built yet"):
+        make("hybrid", QWEN, 26)
+    with pytest.raises(ValueError, match=r"unknown contestant 'tgi'; what exists: auto, .*uva"):
+        make("tgi", QWEN, 26)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_written_config_has_the_shape(name: str, format: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_config(name, 3, format, tmp_path)
+    shape = Shape.of(folder)
+    assert shape.layers == 3
+    config = transformers.AutoConfig.from_pretrained(folder)
+    assert config.architectures == MODELS[name]["architectures"]
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    if name == "qwen3-30b-a3b":
+        scales = 3 * (2048 // 128) * (768 // 128) * 4
+        expected = QWEN.expert_bytes if format == "bf16" else 3 * 2048 * 768 + scales
+        assert (shape.experts, shape.top_k, shape.expert_bytes) == (128, 8, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b"])
+def test_a_written_checkpoint_is_complete(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16)
+    monkeypatch.setitem(MODELS, name, MODELS[name] | small)
+    write_checkpoint(name, 2, tmp_path)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert all(p.isfinite().all() and p.std() > 0 for p in model.parameters())
+
+
+def test_the_floor_of_a_step_is_the_missed_bytes_at_both_rates_and_the_gpus_other_work() -> None:
+    layer = QWEN.layers * QWEN.expert_bytes
+    bare = floors.decode_ms(QWEN, needed=8, missed=4, both_gb_per_s=100)
+    assert bare == pytest.approx(4 * layer / 1e11 * 1e3)
+    full = floors.decode_ms(
+        QWEN, needed=8, missed=4, both_gb_per_s=100, gpu_ms=3, gpu_read_gb_per_s=2000
+    )
+    assert full == pytest.approx(bare + 3 - 8 * layer / 2e12 * 1e3)
+
+
+def test_the_floor_of_a_prefill_is_the_longer_of_gpu_and_copies() -> None:
+    moved = 102 * 24 * 9437184 / 1e11 * 1e3
+    few = floors.prefill_ms(QWEN, tokens=4096, slots=26, both_gb_per_s=100, gpu_ms=40)
+    assert few == pytest.approx(moved, rel=1e-6)
+    assert floors.prefill_ms(QWEN, tokens=4096, slots=26, both_gb_per_s=100, gpu_ms=900) == 900
+    assert floors.prefill_ms(QWEN, tokens=4096, slots=128, both_gb_per_s=100) == 0
+
+
+def test_what_a_step_misses_follows_from_routing_and_slots() -> None:
+    needed, missed = floors.experts_of_a_step(QWEN, "uniform", 1, 26)
+    assert needed == 8
+    assert missed == pytest.approx(8 * (1 - 26 / 128), abs=0.3)
+    _, local = floors.experts_of_a_step(QWEN, "local", 1, 26)
+    assert local < 0.4 * missed
+    needed, missed = floors.experts_of_a_step(QWEN, "uniform", 32, 26)
+    assert needed == pytest.approx(128 * (1 - (1 - 8 / 128) ** 32), rel=0.02)
+    assert needed - 26 <= missed < needed

@@ -1,0 +1,60 @@
+"""Tables and pictures out of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import report
+from bench.common import Row, Run, append
+
+RUN = Run("decode", "abc", "1234567", "2026-01-01", "h100", "a CPU", "0.26.0", "2.11.0")
+
+
+def rows() -> list[Row]:
+    def row(contestant: str, value: float | None, **keys: object) -> Row:
+        common = dict(model="qwen3-30b-a3b", layers=24, format="bf16", routing="local", unit="ms")
+        given = common | dict(contestant=contestant, metric="step_ms", value=value) | keys
+        return RUN.row(**given)
+
+    return [
+        row("machine", 54.2, metric="h2d_gb_per_s", unit="GB/s", routing=None),
+        row("cache", 20.0, batch=1),
+        row("cache", 5.1, metric="expert_gpu_gib", unit="GiB", routing=None),
+        row("vllm-uva", None, batch=1, note="out of memory"),
+        row("floor", 10.0, batch=1),
+        row("cache", 412.3, batch=8),
+    ]
+
+
+def test_a_table_has_every_contestant_its_share_of_the_floor_and_why_one_failed() -> None:
+    lines = report.table(rows(), "step_ms").splitlines()
+    assert lines[0] == "| | local, batch 1 | local, batch 8 | GPU GiB for experts |"
+    assert lines[2] == "| cache | 20 (50 %) | 412 | 5.10 |"
+    assert lines[3] == "| vllm-uva | - |  |  |"
+    assert lines[4] == "| floor | 10 |  |  |"
+    assert lines[-1] == "- vllm-uva: out of memory"
+
+
+def test_a_page_names_machine_versions_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "2026-01-01-decode.json"
+    append(path, rows())
+    page = report.sections([path])
+    assert "## Decode, ms a step" in page
+    assert "qwen3-30b-a3b, 24 layers, bf16, h100, a CPU; vLLM 0.26.0, torch 2.11.0" in page
+    assert "GB/s: h2d 54.2." in page
+    assert "2026-01-01-decode.json" in page
+
+
+def test_runs_are_never_compared(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    append(path, rows())
+    append(path, [row | {"run": "def", "value": 5.0} for row in rows()[4:5]])
+    assert report.sections([path]).count("## Decode") == 2
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.picture(rows(), "step_ms", tmp_path / "img" / "one.png")
+    assert (tmp_path / "img" / "one.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,109 @@
+"""The benchmarks from end to end on the CPU build: small numbers, but every kind of row."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.common import ROOT, Row, problems
+from bench.runner import reason
+
+checkpoints = pytest.importorskip("tests.e2e.checkpoints", reason="needs transformers")
+pytest.importorskip("vllm")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.write("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"))
+
+
+def bench(name: str, model: Path, folder: Path, *options: str) -> tuple[list[Row], str]:
+    """Run it with 5 slots for 16 experts of three layers; its rows and what it printed."""
+    common = "--dtype float32 --load-format auto --eager --kv-gib 0.06 --slots 5 --seconds 2"
+    result = folder / "rows.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", f"bench.{name}"),
+            *("--model", str(model), "--json", str(result)),
+            *(*common.split(), *options),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    rows: list[Row] = json.loads(result.read_text())
+    assert [problems(row) for row in rows if problems(row)] == []
+    return rows, done.stdout
+
+
+def values(rows: list[Row], **wanted: Any) -> list[float | None]:
+    return [r["value"] for r in rows if all(r[key] == value for key, value in wanted.items())]
+
+
+def test_decode(model: Path, tmp_path: Path) -> None:
+    contestants = "vllm-gpu,cache,vllm-uva,vllm-prefetch,hybrid"
+    rows, printed = bench(
+        "decode", model, tmp_path, "--contestants", contestants, "--batches", "1,3"
+    )
+    assert len({row["run"] for row in rows}) == 1
+    for name in ("vllm-gpu", "cache"):
+        steps = values(rows, contestant=name, metric="step_ms")
+        assert len(steps) == 4 and all(steps)
+    (alone,) = values(rows, contestant="cache", metric="hit_percent", routing="local", batch=1)
+    (chance,) = values(rows, contestant="cache", metric="hit_percent", routing="uniform", batch=1)
+    assert alone is not None and chance is not None and alone > chance
+    assert {r["slots"] for r in rows if r["contestant"] == "cache"} == {5}
+    # On the CPU build vLLM's own offloading is not there, and one mode of ours is not built.
+    for name, why in (
+        ("vllm-uva", "offloaded nothing"),
+        ("vllm-prefetch", "AssertionError"),
+        ("hybrid", "not built yet"),
+    ):
+        failed = [r for r in rows if r["contestant"] == name and r["metric"] == "step_ms"]
+        assert len(failed) == 4
+        assert all(r["value"] is None and why in r["note"] for r in failed), failed
+    assert len(values(rows, contestant="floor", metric="step_ms")) == 4
+    assert values(rows, contestant="machine", metric="read_gb_per_s")[0]
+    assert "| cache |" in printed
+
+
+def test_prefill(model: Path, tmp_path: Path) -> None:
+    options = ("--contestants", "cache", "--tokens", "40,100", "--routing", "uniform,model")
+    rows, _ = bench("prefill", model, tmp_path, *options)
+    times = values(rows, contestant="cache", metric="ttft_ms")
+    assert len(times) == 4 and all(times)
+
+
+def test_load(model: Path, tmp_path: Path) -> None:
+    rows, _ = bench("load", model, tmp_path, "--contestants", "cache,hybrid")
+    assert all(values(rows, contestant="cache", metric="load_s"))
+    assert all(row["repeats"] == 5 for row in rows if row["contestant"] == "cache")
+    assert len(values(rows, contestant="cache", metric="peak_host_gib")) == 1
+    assert values(rows, contestant="hybrid", metric="load_s") == [None]
+
+
+def test_time_that_is_over_is_a_row(model: Path, tmp_path: Path) -> None:
+    options = ("--contestants", "cache", "--tokens", "40", "--deadline", "1")
+    rows, _ = bench("prefill", model, tmp_path, *options)
+    (row,) = [r for r in rows if r["contestant"] == "cache"]
+    assert row["value"] is None and row["note"].startswith("not started: 1 s for the run")
+
+
+@pytest.mark.parametrize(
+    ("log", "expected"),
+    [
+        ("a\n[rank0]: torch.OutOfMemoryError: CUDA out\nlater words\n", "torch.OutOfMemoryError: "),
+        ("Killed\n", "Killed"),
+        ("", "ended without a word"),
+    ],
+)
+def test_the_reason_of_a_failure_is_found(log: str, expected: str) -> None:
+    assert reason(log).startswith(expected)
