@@ -154,7 +154,13 @@ class OffloadRuntime:
             for name, layer in layers.items():
                 kind = (self._views[name].spec, layer.layout, layer.num_slots)
                 if kind not in seen and layer.num_slots:
-                    check_layer(name, layer, self._views[name].spec, self._cpu_lanes[name])
+                    check_layer(
+                        name,
+                        layer,
+                        self._views[name].spec,
+                        self._cpu_lanes[name],
+                        self._modules[name].top_k,
+                    )
                     seen.add(kind)
         elif self._modules and self._plan is not None and self._plan.fits:
             logger.info(

@@ -21,13 +21,13 @@ class SelfCheckError(OffloadError):
     """The device and the CPU do not compute the same from the same experts."""
 
 
-def check_layer(name: str, layer: OffloadedLayer, spec: ExpertSpec, cpu: Lane) -> None:
+def check_layer(name: str, layer: OffloadedLayer, spec: ExpertSpec, cpu: Lane, top_k: int) -> None:
     """Compute random rows through slots and through the engine; SelfCheckError if they differ.
 
-    Every expert takes part, so all of them pass through the slots in waves.
+    `top_k`: experts a row is routed to. Every expert takes part, so all of them pass through the
+    slots in waves.
     """
     generator = torch.Generator().manual_seed(0)
-    top_k = min(4, layer.num_experts)
     rows = max(ROWS, -(-layer.num_experts // top_k))
     # Types are given: while a model is loaded the default is the model's.
     x = torch.randn((rows, spec.hidden), generator=generator, dtype=torch.float32).to(
