@@ -168,15 +168,17 @@ class OffloadedLayer:
 
         Every expert is in the slot of its own number, put there before the first step.
         """
-        if self._cache is None or self._resident is None:
-            raise RuntimeError(
-                "this layer has no slots: allocating them failed when it was resized"
-            )
+        cache, resident = self._slots()
         if not self._is_filled:
-            self._cache.fetch([(expert, expert) for expert in range(self.num_experts)])
+            cache.fetch([(expert, expert) for expert in range(self.num_experts)])
             self._is_filled = True
-        self._resident.compute(x, weights, ids, None, out, False)
+        resident.compute(x, weights, ids, None, out, False)
         return Counters(steps=1, hits=int(used.sum()), waves=1)
+
+    def _slots(self) -> tuple[SlotCache, Lane]:
+        if self._cache is None or self._resident is None:
+            raise RuntimeError("no slots: allocating them failed when this layer was resized")
+        return self._cache, self._resident
 
     def _in_waves(
         self,
@@ -187,18 +189,15 @@ class OffloadedLayer:
         out: torch.Tensor,
     ) -> Counters:
         assert self._residency is not None
-        if self._cache is None or self._resident is None:
-            raise RuntimeError(
-                "this layer has no slots: allocating them failed when it was resized"
-            )
+        cache, resident = self._slots()
         plan = self._residency.step(used)
         if not plan.waves:
             out.zero_()
         for number, wave in enumerate(plan.waves):
-            self._cache.fetch(wave.fetches)
-            self._cache.publish(wave)
-            self._resident.compute(x, weights, ids, self._cache.expert_map, out, number > 0)
-            self._cache.release()
+            cache.fetch(wave.fetches)
+            cache.publish(wave)
+            resident.compute(x, weights, ids, cache.expert_map, out, number > 0)
+            cache.release()
         return Counters(
             steps=1,
             hits=plan.hits,
