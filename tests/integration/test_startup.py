@@ -151,6 +151,9 @@ def test_auto_without_room_for_all_fills_what_there_is(
 def test_dummy_weights_load(model: Path) -> None:
     with engine(model, load_format="dummy", **moe_offload_args(slots_per_layer=4)) as ours:
         assert all(len(tokens) for tokens in greedy(ours, PROMPTS))
+        blocks = [layer.mlp.experts.routed_experts.host for layer in _model(ours).model.layers]
+        experts = torch.cat([block["w2_weight"].flatten(1) for block in blocks])
+        assert len(experts.unique(dim=0)) == len(experts), "every expert of every layer differs"
 
 
 def test_reloaded_weights_are_used(model: Path, stock_tokens: list[list[int]]) -> None:

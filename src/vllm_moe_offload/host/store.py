@@ -60,10 +60,10 @@ class HostStore:
         Raises MemoryShortError, naming what is needed and what there is, before touching a page.
         """
         waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return  # called for every tensor that is loaded
         needed = sum(nbytes for _, _, nbytes in waiting)
         self._check(needed)
-        if not waiting:
-            return
         with Progress(transient=True) as progress:
             task = progress.add_task("host memory for experts", total=2 * needed)
             for done in touch([(address, nbytes) for _, address, nbytes in waiting]):

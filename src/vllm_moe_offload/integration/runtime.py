@@ -60,14 +60,16 @@ class OffloadRuntime:
         self.store.prepare()
         if self._plan is None:
             self._plan = self._make_plan()
+        number = list(self._modules).index(module.layer_name)
         if self.is_dummy:
-            fill_dummy(module.host, current_platform.device_type, seed=len(self._views))
+            # Apart by more than a layer counts on, expert by expert; 32 bits of a seed are used.
+            fill_dummy(module.host, current_platform.device_type, seed=number << 16)
         if self._sized_automatically and self._plan.fits:
             for name, tensor in module.host.items():
                 module.get_parameter(name).data = tensor.to(current_platform.device_type)
             module.stock_process(module)
             return None
-        num_slots = self._plan.slots[list(self._modules).index(module.layer_name)]
+        num_slots = self._plan.slots[number]
         if current_platform.is_cpu():
             return self._on_host(module, num_slots)
         return self._on_gpu(module, num_slots)
