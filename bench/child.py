@@ -1,6 +1,7 @@
-"""One engine of one contestant: ``python -m bench.child ORDER``, a file made by `bench.runner`.
+"""One engine of one contestant: ``python -m bench.child``, started by `bench.runner`.
 
-Every figure is appended to the order's result file as soon as it is there, so that what was
+It imports vLLM and then reads the path of its order, a file made by the runner, from standard
+input. Every figure is appended to the order's result file as soon as it is there, so that what was
 measured outlives a crash.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -17,6 +19,8 @@ from typing import Any
 from bench.common import MIN_REPEATS, summary
 
 _GIB = 2**30
+# Tells vLLM, and our plugin when it is loaded, to impose a routing.
+ROUTING_VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 PROMPT = 16  # tokens before the steps that decode.py times
 REPEATS = 7
 # A repeat is the mean of up to so many steps, after up to so many that fill caches.
@@ -238,5 +242,16 @@ class Requests:
             self._done[output.request_id.split("-")[0]] += len(output.outputs[0].token_ids)
 
 
+def main() -> None:
+    import vllm  # noqa: F401 - most of a start, done before there is an order
+
+    path = sys.stdin.readline().strip()
+    if path:
+        order = json.loads(Path(path).read_text())
+        if order["routing"] is not None:
+            os.environ[ROUTING_VARIABLE] = order["routing"]
+        Child(order).run()
+
+
 if __name__ == "__main__":
-    Child(json.loads(Path(sys.argv[1]).read_text())).run()
+    main()

@@ -26,18 +26,18 @@ def main() -> None:
     runner.arguments(parser)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    session, folder = runner.session("load", options)
-    with folder:
+    with runner.session("load", options) as session:
         if options.load_format != "dummy" and options.model in models.MODELS:
             if options.format != "bf16":
                 parser.error("checkpoints are written in bf16 only: --load-format dummy")
             models.write_checkpoint(options.model, session.shape.layers, session.model)
         engine = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+        session.prepare(options.repeats * len(options.contestants))
         # In turns, so that what changes on the machine meanwhile changes for all.
         singles: dict[str, list[list[Row]]] = {name: [] for name in options.contestants}
         for _ in range(options.repeats):
             for name in options.contestants:
-                singles[name].append(session.figures(name, "load_s", [Cell("model")], engine))
+                singles[name].append(session.figures(name, [Cell("model")], engine))
         session.add([row for name in singles for row in _merge(singles[name])])
     print(report.table(session.rows, "load_s"))
 

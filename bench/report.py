@@ -43,22 +43,21 @@ def sections(files: Iterable[Path]) -> str:
     """All tables of the files, each under what it is and where it was measured."""
     parts = []
     for path in files:
-        for rows in _tables(read(path)):
-            head, metric = rows[0], _main_metric(rows)
-            if metric is None:
-                continue
+        for rows in _runs(read(path)):
+            head = rows[0]
             about = ", ".join(
                 f"{head[key]}" + (f" {key}" if key == "layers" else "")
                 for key in ("model", "layers", "format", "card", "host_cpu")
                 if head[key] is not None
             )
             versions = f"vLLM {head['vllm']}, torch {head['torch']}, commit {head['commit']}"
-            parts += [
-                f"## {TITLES[metric]}",
-                f"{about}; {versions}, {head['date']}. `{path.name}`",
-                table(rows, metric),
-                _rates(rows),
-            ]
+            for metric in _metrics(rows):
+                parts += [
+                    f"## {TITLES[metric]}",
+                    f"{about}; {versions}, {head['date']}. `{path.name}`",
+                    table(rows, metric),
+                    _rates(rows),
+                ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -104,7 +103,7 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def _tables(rows: Sequence[Row]) -> list[list[Row]]:
+def _runs(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one run each, so that nothing is compared across runs."""
     runs: dict[str, list[Row]] = {}
     for row in rows:
@@ -112,8 +111,8 @@ def _tables(rows: Sequence[Row]) -> list[list[Row]]:
     return list(runs.values())
 
 
-def _main_metric(rows: Sequence[Row]) -> str | None:
-    return next((metric for metric in TITLES if any(r["metric"] == metric for r in rows)), None)
+def _metrics(rows: Sequence[Row]) -> list[str]:
+    return [metric for metric in TITLES if any(row["metric"] == metric for row in rows)]
 
 
 def _column(row: Row) -> str:
@@ -174,9 +173,9 @@ def main() -> None:
         print(text)
     if options.pictures:
         for path in options.files:
-            for rows in _tables(read(path)):
-                if metric := _main_metric(rows):
-                    name = f"{rows[0]['card']}-{path.stem}-{rows[0]['run']}.png"
+            for rows in _runs(read(path)):
+                for metric in _metrics(rows):
+                    name = f"{rows[0]['card']}-{path.stem}-{rows[0]['run']}-{metric}.png"
                     picture(rows, metric, options.pictures / name)
 
 

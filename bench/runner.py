@@ -6,19 +6,22 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import models, rates
+from bench.child import ROUTING_VARIABLE
 from bench.common import ROOT, Row, Run, append
 from bench.contestants import OURS, Contestant, make
 
-ROUTING_VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 SIMULATED = ("uniform", "local")
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
 _LEAST = 20.0  # seconds an engine is not started below
@@ -67,10 +70,53 @@ class Cell:
     batch: int | None = None
     tokens: int | None = None
 
+    @property
+    def metric(self) -> str:
+        """What is measured at it: a decode step, a prefill, or with neither the loading."""
+        if self.batch is not None:
+            return "step_ms"
+        return "load_s" if self.tokens is None else "ttft_ms"
+
+    @property
+    def bench(self) -> str:
+        """The benchmark whose figure it is; one run can have those of several."""
+        return {"step_ms": "decode", "ttft_ms": "prefill", "load_s": "load"}[self.metric]
+
     def keys(self) -> dict[str, Any]:
         """As keys of a row, those that apply."""
         given = {"routing": self.routing, "batch": self.batch, "tokens": self.tokens}
         return {name: value for name, value in given.items() if value is not None}
+
+
+class Process:
+    """A `bench.child`, which imports vLLM and waits for its order. `log`: what it prints."""
+
+    def __init__(self, environment: dict[str, str], handle: int, log: Path) -> None:
+        self.log = log
+        with os.fdopen(handle, "w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bench.child"],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment,
+                text=True,
+            )
+
+    def carry_out(self, order: Path, seconds: float) -> str | None:
+        """Give it the order and wait for its end; what went wrong, if anything."""
+        try:
+            self._process.communicate(f"{order}\n", seconds)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return f"stopped after {seconds:.0f} s"
+        return None if self._process.returncode == 0 else reason(self.log.read_text())
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.wait()
 
 
 class Session:
@@ -88,6 +134,7 @@ class Session:
         self.slots: int = options.slots or max(1, self.shape.experts // 5)
         self.rows: list[Row] = []
         self._numbered = 0
+        self._waiting: list[Process] = []
 
     def common(self) -> dict[str, Any]:
         """Keys that all rows of this session share."""
@@ -118,25 +165,24 @@ class Session:
                 return row["value"]
         return None
 
-    def floor(self, metric: str, cell: Cell, value: float | str) -> None:
+    def floor(self, cell: Cell, value: float | str) -> None:
         """A lower bound, or why there is none."""
         got = {"note": value} if isinstance(value, str) else {"value": value, "repeats": 1}
         keys = self.common() | cell.keys() | {"slots": self.slots}
-        self.add([self.run.row(contestant="floor", metric=metric, unit="ms", **keys, **got)])
+        who = {"bench": cell.bench, "contestant": "floor", "metric": cell.metric, "unit": "ms"}
+        self.add([self.run.row(**who, **keys, **got)])
 
-    def compete(self, name: str, metric: str, cells: list[Cell], engine: dict[str, Any]) -> None:
-        """Measure `metric` at every cell and keep the rows.
+    def compete(self, name: str, cells: list[Cell], engine: dict[str, Any]) -> None:
+        """Measure every cell and keep the rows.
 
         Simulated routings share an engine; the model's own needs one without the simulator.
         """
         simulated = [cell for cell in cells if cell.routing in SIMULATED]
         for part in (simulated, [cell for cell in cells if cell.routing not in SIMULATED]):
             if part:
-                self.add(self.figures(name, metric, part, engine))
+                self.add(self.figures(name, part, engine))
 
-    def figures(
-        self, name: str, metric: str, cells: list[Cell], engine: dict[str, Any]
-    ) -> list[Row]:
+    def figures(self, name: str, cells: list[Cell], engine: dict[str, Any]) -> list[Row]:
         """The rows of one engine; a cell that was not reached is a row that says why."""
         measured: list[dict[str, Any]] = []
         note: str | None = None
@@ -144,22 +190,28 @@ class Session:
         try:
             contestant = make(name, self.shape, self.slots)
             slots = contestant.slots
-            measured, note = self._start(contestant, metric, cells, engine)
+            measured, note = self._start(contestant, cells, engine)
         except ValueError as error:  # ConfigError included: settings that this release refuses
             note = str(error)
         keys = self.common() | {"slots": slots, "contestant": name}
-        made = [self.run.row(**(keys | figures)) for figures in measured]
+        made = [
+            self.run.row(**keys, **figures, **({"bench": "prefill"} if "tokens" in figures else {}))
+            for figures in measured
+        ]
         for cell in cells:
-            if not any(
-                f["metric"] == metric and cell.keys().items() <= f.items() for f in measured
-            ):
-                unit = "s" if metric.endswith("_s") else "ms"
-                missing = {"metric": metric, "unit": unit, "note": note or "nothing was measured"}
-                made.append(self.run.row(**keys, **cell.keys(), **missing))
+            wanted = cell.keys() | {"metric": cell.metric}
+            if not any(wanted.items() <= f.items() for f in measured):
+                unit = "s" if cell.metric == "load_s" else "ms"
+                missing = {
+                    "bench": cell.bench,
+                    "unit": unit,
+                    "note": note or "nothing was measured",
+                }
+                made.append(self.run.row(**keys, **wanted, **missing))
         return made
 
     def _start(
-        self, contestant: Contestant, metric: str, cells: list[Cell], engine: dict[str, Any]
+        self, contestant: Contestant, cells: list[Cell], engine: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Figures of one engine, and what went wrong with it."""
         seconds = min(self.options.timeout, self._ends - time.monotonic())
@@ -173,29 +225,39 @@ class Session:
             "stock_offload": contestant.name in ("vllm-uva", "vllm-prefetch"),
             "engine": self._engine() | engine | contestant.engine,
             "cells": [cell.keys() for cell in cells],
+            "routing": cells[0].routing if cells[0].routing in SIMULATED else None,
             "seconds": self.options.seconds,
             "result": str(base.with_suffix(".jsonl")),
         }
         base.with_suffix(".json").write_text(json.dumps(order))
-        log = (self.options.logs or self.folder) / f"{base.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "bench.child", str(base.with_suffix(".json"))],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=self._environment(cells),
-            )
-            try:
-                note = None if process.wait(seconds) == 0 else reason(log.read_text())
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                note = f"stopped after {seconds:.0f} s"
+        process = self._waiting.pop(0) if self._waiting else self._process()
+        note = process.carry_out(base.with_suffix(".json"), seconds)
+        if self.options.logs:
+            self.options.logs.mkdir(parents=True, exist_ok=True)
+            shutil.copy(process.log, self.options.logs / f"{base.name}.log")
         result = base.with_suffix(".jsonl")
         lines = result.read_text().splitlines() if result.is_file() else []
         return [json.loads(line) for line in lines], note
+
+    def prepare(self, count: int) -> None:
+        """Start so many processes now: importing vLLM takes most of a start, and they share it."""
+        self._waiting += [self._process() for _ in range(count)]
+
+    def close(self) -> None:
+        """End the processes that got no order."""
+        for process in self._waiting:
+            process.end()
+
+    def _process(self) -> Process:
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.options.runner == "v2" else "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop(ROUTING_VARIABLE, None)
+        handle, log = tempfile.mkstemp(suffix=".log", dir=self.folder)
+        return Process(environment, handle, Path(log))
 
     def _engine(self) -> dict[str, Any]:
         return {
@@ -208,18 +270,6 @@ class Session:
             "kv_cache_memory_bytes": int(self.options.kv_gib * 2**30),
             "seed": 0,
         }
-
-    def _environment(self, cells: list[Cell]) -> dict[str, str]:
-        environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_USE_V2_MODEL_RUNNER": "1" if self.options.runner == "v2" else "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-        environment.pop(ROUTING_VARIABLE, None)
-        if cells[0].routing in SIMULATED:
-            environment[ROUTING_VARIABLE] = cells[0].routing
-        return environment
 
     def _model(self) -> Path:
         if self.options.model in models.MODELS:
@@ -242,7 +292,12 @@ def reason(log: str) -> str:
     return (named or lines or ["ended without a word"])[-1][:300]
 
 
-def session(bench: str, options: argparse.Namespace) -> tuple[Session, tempfile.TemporaryDirectory]:
-    """A session in a temporary folder, which is gone with the second value."""
-    folder = tempfile.TemporaryDirectory(prefix=f"bench-{bench}-")
-    return Session(bench, options, Path(folder.name)), folder
+@contextmanager
+def session(bench: str, options: argparse.Namespace) -> Iterator[Session]:
+    """A session in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix=f"bench-{bench}-") as folder:
+        made = Session(bench, options, Path(folder))
+        try:
+            yield made
+        finally:
+            made.close()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench import report
 from bench.common import ROOT, Row, problems
 from bench.runner import reason
 
@@ -51,7 +52,8 @@ def values(rows: list[Row], **wanted: Any) -> list[float | None]:
 def test_decode(model: Path, tmp_path: Path) -> None:
     contestants = "vllm-gpu,cache,vllm-uva,vllm-prefetch,hybrid"
     rows, printed = bench(
-        "decode", model, tmp_path, "--contestants", contestants, "--batches", "1,3"
+        *("decode", model, tmp_path, "--contestants", contestants),
+        *("--batches", "1,3", "--tokens", "40"),
     )
     assert len({row["run"] for row in rows}) == 1
     for name in ("vllm-gpu", "cache"):
@@ -71,6 +73,9 @@ def test_decode(model: Path, tmp_path: Path) -> None:
         assert len(failed) == 4
         assert all(r["value"] is None and why in r["note"] for r in failed), failed
     assert len(values(rows, contestant="floor", metric="step_ms")) == 4
+    (prefill,) = [r for r in rows if r["contestant"] == "cache" and r["metric"] == "ttft_ms"]
+    assert prefill["value"] and prefill["bench"] == "prefill" and prefill["tokens"] == 40
+    assert "ms to the first token" in report.sections([tmp_path / "rows.json"])
     assert values(rows, contestant="machine", metric="read_gb_per_s")[0]
     assert "| cache |" in printed
 

@@ -93,6 +93,24 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             ],
         }
     },
+    "vllm/model_executor/layers/fused_moe/__init__.py": {
+        "": {"override_config": ["config"], "get_config": []}
+    },
+    "vllm/model_executor/layers/fused_moe/fused_moe.py": {
+        "": {
+            "try_get_optimal_moe_config": [
+                "w1_shape",
+                "w2_shape",
+                "top_k",
+                "dtype",
+                "M",
+                "block_shape",
+            ]
+        }
+    },
+    "vllm/model_executor/layers/fused_moe/modular_kernel.py": {
+        "FusedMoEKernel": {"fused_experts": None}
+    },
     "vllm/model_executor/layers/quantization/fp8.py": {
         "Fp8MoEMethod": {
             "process_weights_after_loading": ["self", "layer"],

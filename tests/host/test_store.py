@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import re
 from pathlib import Path
 
 import psutil
@@ -84,6 +85,21 @@ def test_touching_keeps_what_is_there_and_counts_every_byte() -> None:
     assert torch.equal(values, torch.arange(3 << 20, dtype=torch.int64))
 
 
+def test_pages_are_private_huge_and_not_copied_by_a_fork() -> None:
+    tensors = Registry().store().allocate(spec(1024, 1024).layout, 8)
+    address = tensors["w13_weight"].data_ptr()
+    areas = re.findall(
+        r"^(\w+)-(\w+) (\S+).*?^VmFlags: (.*?)$",
+        Path("/proc/self/smaps").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    (found,) = [a for a in areas if int(a[0], 16) <= address < int(a[1], 16)]
+    assert found[2] == "rw-p"
+    assert "dc" in found[3].split(), "not in a forked child"
+    if Path("/sys/kernel/mm/transparent_hugepage/enabled").is_file():
+        assert "hg" in found[3].split()
+
+
 def test_pieces_cover_a_block() -> None:
     parts = pages.pieces(4096, 2 * PIECE + 5)
     assert [nbytes for _, nbytes in parts] == [PIECE, PIECE, 5]
@@ -144,7 +160,8 @@ def test_the_limit_of_the_cgroup_counts(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_kernel_without_huge_pages_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(pages.Pages):
         def madvise(self, *arguments: int) -> None:
-            raise OSError(22, "Invalid argument")
+            if arguments[0] == mmap.MADV_HUGEPAGE:
+                raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(pages, "Pages", Refusing)
     block = map_pages(3 * mmap.PAGESIZE)

@@ -9,9 +9,12 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.model_executor.layers.fused_moe import get_config
+
 from vllm_moe_offload import UnsupportedError
 from vllm_moe_offload.experts import Format
 from vllm_moe_offload.host import HostStore
+from vllm_moe_offload.integration import formats
 from vllm_moe_offload.integration.formats import (
     FormatLane,
     SlotBinder,
@@ -110,7 +113,9 @@ def test_the_lane_sums_waves_in_float32_and_maps_with_a_sentinel() -> None:
 
     layer = Layer()
     layer.moe_config = SimpleNamespace(num_experts=E)
-    layer.quant_method = SimpleNamespace(apply=apply)
+    layer.quant_method = SimpleNamespace(
+        apply=apply, moe_kernel=SimpleNamespace(fused_experts=object())
+    )
     lane = FormatLane(layer)
     x = torch.randn(3, 5).to(torch.bfloat16)
     out = torch.full((3, 5), float("nan"))
@@ -121,6 +126,36 @@ def test_the_lane_sums_waves_in_float32_and_maps_with_a_sentinel() -> None:
     lane.compute(x, x, x, None, out, False)
     assert [number for _, number in calls] == [E + 1, E + 1, E + 1, E]
     assert calls[-1][0] is None
+
+
+def test_the_triton_kernel_is_tuned_for_the_layers_experts_not_for_the_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Kernel:
+        quant_config = SimpleNamespace(config_name=lambda dtype: None)
+        block_shape = None
+
+    chosen: list[object] = []
+
+    def apply(layer: Layer, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        chosen.append(get_config())
+        return x
+
+    def tuned(w1: tuple[int, ...], w2: tuple[int, ...], *rest: object, **more: object) -> dict:
+        return {"w1": w1, "w2": w2, "rest": rest}
+
+    monkeypatch.setattr(formats, "TritonExperts", Kernel)
+    monkeypatch.setattr(formats, "try_get_optimal_moe_config", tuned)
+    layer = Layer()
+    layer.w13_weight, layer.w2_weight = torch.zeros(2, 8, 5), torch.zeros(2, 5, 4)
+    layer.moe_config = SimpleNamespace(num_experts=E)
+    layer.quant_method = SimpleNamespace(
+        apply=apply, moe_kernel=SimpleNamespace(fused_experts=Kernel())
+    )
+    x, ids = torch.randn(3, 5), torch.zeros(3, 2, dtype=torch.int32)
+    FormatLane(layer).compute(x, x, ids, None, torch.empty(3, 5), False)
+    assert chosen == [{"w1": (E, 8, 5), "w2": (E, 5, 4), "rest": (2, None, 3)}]
+    assert get_config() is None
 
 
 def make_routed(kind: str, **method: object) -> SimpleNamespace:

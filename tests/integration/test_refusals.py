@@ -78,8 +78,14 @@ def test_several_are_named_together() -> None:
 
 
 def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    with pytest.raises(UnsupportedError, match=r"platform other than vLLM's CPU build"):
+    def platform(name: str) -> SimpleNamespace:
+        return SimpleNamespace(is_cpu=lambda: name == "cpu", is_cuda=lambda: name == "cuda")
+
+    monkeypatch.setattr(refusals, "current_platform", platform("rocm"))
+    with pytest.raises(UnsupportedError, match=r"neither CUDA nor vLLM's CPU build"):
+        refusals.refuse_features(config())
+    for name in ("cpu", "cuda"):
+        monkeypatch.setattr(refusals, "current_platform", platform(name))
         refusals.refuse_features(config())
 
 

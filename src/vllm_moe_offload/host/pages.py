@@ -32,9 +32,15 @@ class Pages(mmap.mmap):
 
 
 def map_pages(nbytes: int) -> Pages:
-    """An anonymous mapping of `nbytes`, huge pages advised, no page touched yet."""
-    block = Pages(-1, max(nbytes, 1))
-    with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
+    """A private anonymous mapping of `nbytes`, huge pages advised, no page touched yet.
+
+    A forked child does not have it: it could only copy gigabytes, and pages that a device reads
+    must stay where they are.
+    """
+    # Private, because shared memory gets huge pages on few systems.
+    block = Pages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return block
 

@@ -54,16 +54,30 @@ class HostStore:
             if tensor.device.type == "cpu"
         )
 
-    def prepare(self) -> None:
+    def needs(self) -> str:
+        """In words: what has been allocated and not made ready, and what host memory there is."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
+        return (
+            f"the experts need {self._needed / _GIB:.2f} GiB of host memory and "
+            f"{available_memory() / _GIB:.2f} GiB are available (locked-memory limit: {limit})"
+        )
+
+    def prepare(self, also_needed: str = "") -> None:
         """Make ready what has been allocated since the last call; call before the first write.
 
         Raises MemoryShortError, naming what is needed and what there is, before touching a page.
+        `also_needed`: what to say there of other memory.
         """
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
+        if not self._waiting:
             return  # called for every tensor that is loaded
-        needed = sum(nbytes for _, _, nbytes in waiting)
-        self._check(needed)
+        needed = self._needed
+        if needed > available_memory():
+            raise MemoryShortError(
+                f"{self.needs()}: free memory, or serve a smaller or more strongly quantised model"
+                + (f" ({also_needed})" if also_needed else "")
+            )
+        waiting, self._waiting = self._waiting, []
         with Progress(transient=True) as progress:
             task = progress.add_task("host memory for experts", total=2 * needed)
             for done in touch([(address, nbytes) for _, address, nbytes in waiting]):
@@ -74,17 +88,9 @@ class HostStore:
                 block.before_unmap = functools.partial(self._unregister, address)
                 progress.advance(task, nbytes)
 
-    def _check(self, needed: int) -> None:
-        available = available_memory()
-        if needed <= available:
-            return
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
-        raise MemoryShortError(
-            f"the experts need {needed / _GIB:.2f} GiB of host memory and "
-            f"{available / _GIB:.2f} GiB are available (locked-memory limit: {limit}): free "
-            "memory, or serve a smaller or more strongly quantised model"
-        )
+    @property
+    def _needed(self) -> int:
+        return sum(nbytes for _, _, nbytes in self._waiting)
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe import override_config
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
@@ -104,7 +107,10 @@ class SlotBinder:
                 tensor.fill_(tensor.max())
 
     def convert(self, store: HostStore, num_slots: int) -> Tensors:
-        """The experts in the kernel's layout: `loaded` itself when that is the same."""
+        """The experts in the kernel's layout: `loaded` itself when that is the same.
+
+        A tensor that keeps its shape and dtype is converted where it is; others are allocated.
+        """
         rows = torch.arange(num_slots)
         first = self.bind(rows)
         if all(
@@ -113,14 +119,23 @@ class SlotBinder:
             for name, tensor in first.items()
         ):
             return {name: self._loaded[name] for name in first}
-        converted = store.allocate(ExpertLayout.of(first), self._num_experts)
+        kept = {
+            name: self._loaded[name]
+            for name, tensor in first.items()
+            if name in self._loaded
+            and self._loaded[name].shape[1:] == tensor.shape[1:]
+            and self._loaded[name].dtype == tensor.dtype
+        }
+        changed = {name: tensor for name, tensor in first.items() if name not in kept}
+        converted = kept | store.allocate(ExpertLayout.of(changed), self._num_experts)
         store.prepare()
         for start in range(0, self._num_experts, num_slots):
             rows = torch.arange(start, min(start + num_slots, self._num_experts))
-            full = torch.cat((rows, rows.new_zeros(num_slots - len(rows))))
+            # Filled up with one that is not converted yet; what comes of it is not used.
+            full = torch.cat((rows, rows[-1:].expand(num_slots - len(rows))))
             for name, tensor in self.bind(full).items():
                 converted[name][rows] = tensor[: len(rows)].cpu()
-        return converted
+        return {name: converted[name] for name in first}
 
     def bind(self, rows: torch.Tensor) -> Tensors:
         """Build the layer's kernel over new slots that hold these experts; returns the slots."""
@@ -166,8 +181,28 @@ class FormatLane:
         layer = self._layer
         layer._expert_map = expert_map
         layer.global_num_experts = layer.moe_config.num_experts + (expert_map is not None)
-        part = layer.quant_method.apply(layer, x, topk_weights, topk_ids, None, None)
+        with override_config(self._configuration(x, topk_ids)):
+            part = layer.quant_method.apply(layer, x, topk_weights, topk_ids, None, None)
         if accumulate:
             out.add_(part)
         else:
             out.copy_(part)
+
+    def _configuration(self, x: torch.Tensor, topk_ids: torch.Tensor) -> dict[str, int] | None:
+        """Tile sizes of vLLM's Triton kernel for the layer's experts; None for another kernel.
+
+        vLLM looks them up by ``w1.shape[0]``, which for slots is not the number of experts.
+        """
+        experts = self._layer.quant_method.moe_kernel.fused_experts
+        if not isinstance(experts, TritonExperts):
+            return None
+        num_experts = self._layer.moe_config.num_experts
+        configuration: dict[str, int] = try_get_optimal_moe_config(
+            (num_experts, *self._layer.w13_weight.shape[1:]),
+            (num_experts, *self._layer.w2_weight.shape[1:]),
+            topk_ids.shape[1],
+            experts.quant_config.config_name(x.dtype),
+            len(x),
+            block_shape=experts.block_shape,
+        )
+        return configuration

@@ -81,7 +81,7 @@ class OffloadedRoutedExperts(RoutedExperts):
                 f"moe_offload on {self.layer_name}: weights cannot be loaded again on a GPU, where "
                 "the slots have taken the place of the parameters: restart the engine"
             )
-        self._runtime.store.prepare()
+        self._runtime.prepare()
         if self.offload is not None:
             self.offload.invalidate()
         return super().weight_loader(  # type: ignore[call-overload, no-any-return]

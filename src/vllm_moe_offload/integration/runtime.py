@@ -46,30 +46,44 @@ class OffloadRuntime:
         self._modules: dict[str, OffloadedRoutedExperts] = {}
         self._views: dict[str, EngineView] = {}
         self._cpu_lanes: dict[str, Lane] = {}
-        self._plan: SlotPlan | None = None
+        # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
+        self._slots: dict[str, int | None] = {}
 
     def adopt(self, module: OffloadedRoutedExperts) -> None:
         """Take in a layer when it is constructed, before any weight is loaded."""
         self._modules[module.layer_name] = module
+
+    def prepare(self) -> None:
+        """Before the first weight is written: plan the slots, check all memory, take the host's.
+
+        Every layer of the model is known then, and the device holds the rest of the model. The
+        layers of a draft model come later and are planned by themselves.
+        """
+        if len(self._slots) == len(self._modules):
+            return  # called for every tensor that is loaded
+        new = [module for name, module in self._modules.items() if name not in self._slots]
+        plan, needs = self._make_plan(new)
+        stays = self._sized_automatically and plan.fits
+        self.store.prepare(also_needed=needs)
+        for module, slots in zip(new, plan.slots, strict=True):
+            self._slots[module.layer_name] = None if stays else slots
 
     def bind(self, module: OffloadedRoutedExperts) -> OffloadedLayer | None:
         """The offloaded layer over the loaded experts of `module`.
 
         None when the plan is that every expert fits on the device: the layer is then vLLM's own.
         """
-        self.store.prepare()
-        if self._plan is None:
-            self._plan = self._make_plan()
+        self.prepare()
         number = list(self._modules).index(module.layer_name)
         if self.is_dummy:
             # Apart by more than a layer counts on, expert by expert; 32 bits of a seed are used.
             fill_dummy(module.host, current_platform.device_type, seed=number << 16)
-        if self._sized_automatically and self._plan.fits:
+        num_slots = self._slots[module.layer_name]
+        if num_slots is None:
             for name, tensor in module.host.items():
                 module.get_parameter(name).data = tensor.to(current_platform.device_type)
             module.stock_process(module)
             return None
-        num_slots = self._plan.slots[number]
         if current_platform.is_cpu():
             return self._on_host(module, num_slots)
         return self._on_gpu(module, num_slots)
@@ -164,7 +178,7 @@ class OffloadRuntime:
                         self._modules[name].top_k,
                     )
                     seen.add(kind)
-        elif self._modules and self._plan is not None and self._plan.fits:
+        elif self._modules:
             logger.info(
                 "moe_offload: every expert of %d layers fits on the device, so offload is off "
                 "and vLLM runs as without it",
@@ -240,34 +254,41 @@ class OffloadRuntime:
             if module.offload is not None
         }
 
-    def _make_plan(self) -> SlotPlan:
+    def _make_plan(self, modules: list[OffloadedRoutedExperts]) -> tuple[SlotPlan, str]:
+        """The slots of these layers, and what they need of the device's memory in words."""
         shapes = [
             LayerShape(
-                name,
+                module.layer_name,
                 module.moe_config.num_experts,
                 ExpertLayout.of(module.host).nbytes,
             )
-            for name, module in self._modules.items()
+            for module in modules
         ]
         if self.config.mode == "cpu":
-            return SlotPlan(tuple(0 for _ in shapes), fits=False)
+            return SlotPlan(tuple(0 for _ in shapes), fits=False), ""
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
         free = self.device.free_memory()
         if isinstance(slots, int):
             plan = plan_slots(shapes, slots_per_layer=slots, budget_bytes=None)
         else:
-            budget = int(gib * _GIB) if isinstance(gib, float) else free
+            budget = int(gib * _GIB) - self._slot_bytes if isinstance(gib, float) else free
             plan = plan_slots(shapes, slots_per_layer=None, budget_bytes=budget)
         needed = sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
         )
+        needs = (
+            f"{max(plan.slots)} slots in each of {len(shapes)} layers need {needed / _GIB:.2f} GiB "
+            f"of device memory and {free / _GIB:.2f} GiB are left for them after the rest of the "
+            "model and the KV cache"
+        )
         if needed > free:
-            raise MemoryShortError(
-                f"{max(plan.slots)} slots in each of {len(shapes)} layers need "
-                f"{needed / _GIB:.2f} GiB of device memory and {free / _GIB:.2f} GiB are left for "
-                "them after the rest of the model and the KV cache: give fewer, or 'auto'"
-            )
-        return plan
+            raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self.store.needs()})")
+        return plan, needs
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes that slots of layers bound so far take."""
+        return sum(layer.device_bytes for layer in self._layers().values())
 
 
 def _device(vllm_config: VllmConfig) -> Device:

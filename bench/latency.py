@@ -1,0 +1,68 @@
+"""Decode steps and prefills of every contestant, each contestant one engine, and their floors."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from bench import floors, report, runner
+from bench.child import PROMPT
+from bench.runner import SIMULATED, Cell, Session
+
+_REST = 16  # tokens of room that a prompt leaves
+
+
+def run(bench: str, options: argparse.Namespace, cells: list[Cell]) -> None:
+    """Measure the machine's rates and every cell of every contestant; print a table a metric."""
+    with runner.session(bench, options) as session:
+        session.measure_rates()
+        session.prepare(len(options.contestants))
+        for name in options.contestants:
+            session.compete(name, cells, _engine(cells, options.eager))
+        for cell in cells:
+            session.floor(cell, _floor(session, cell))
+    for metric in dict.fromkeys(cell.metric for cell in cells):
+        print(report.table(session.rows, metric))
+
+
+def _engine(cells: list[Cell], eager: bool) -> dict[str, Any]:
+    """Arguments of an engine that holds the largest batch and the longest prompt."""
+    batches = sorted({cell.batch for cell in cells if cell.batch is not None})
+    tokens = max((cell.tokens for cell in cells if cell.tokens is not None), default=0)
+    most = max(batches, default=1)
+    engine = {
+        "max_model_len": max(512 if batches else 0, tokens + _REST),
+        "max_num_seqs": most,
+        "max_num_batched_tokens": max(
+            1024 if batches else 0, PROMPT * most, tokens + _REST if tokens else 0
+        ),
+    }
+    return engine if eager else engine | {"cudagraph_capture_sizes": batches or [1]}
+
+
+def _floor(session: Session, cell: Cell) -> float | str:
+    both = session.value("machine", "both_gb_per_s")
+    if both is None:
+        return "the rate of both lanes was not measured"
+    gpu_ms = session.value("vllm-gpu", cell.metric, **cell.keys())
+    if cell.tokens is not None:
+        return floors.prefill_ms(
+            session.shape,
+            tokens=cell.tokens,
+            slots=session.slots,
+            both_gb_per_s=both,
+            gpu_ms=gpu_ms,
+        )
+    if cell.routing not in SIMULATED or cell.batch is None:
+        return f"what is missed under routing {cell.routing} is not known beforehand"
+    needed, missed = floors.experts_of_a_step(
+        session.shape, cell.routing, cell.batch, session.slots
+    )
+    return floors.decode_ms(
+        session.shape,
+        needed=needed,
+        missed=missed,
+        both_gb_per_s=both,
+        gpu_ms=gpu_ms,
+        gpu_read_gb_per_s=session.value("machine", "gpu_read_gb_per_s"),
+    )
