@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import report_cpu
 from bench.common import Row, problems
 
 TITLES = {
@@ -45,6 +46,9 @@ def sections(files: Iterable[Path]) -> str:
     for path in files:
         for rows in _tables(read(path)):
             head, metric = rows[0], _main_metric(rows)
+            if head["bench"] == "cpu":
+                parts += [*_cpu_head(head, path), report_cpu.tables(rows)]
+                continue
             if metric is None:
                 continue
             about = ", ".join(
@@ -60,6 +64,11 @@ def sections(files: Iterable[Path]) -> str:
                 _rates(rows),
             ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _cpu_head(head: Row, path: Path) -> tuple[str, str]:
+    where = f"{head['card']}, {head['host_cpu']}; torch {head['torch']}, commit {head['commit']}"
+    return "## The CPU expert engine", f"{where}, {head['date']}. `{path.name}`"
 
 
 def picture(rows: Sequence[Row], metric: str, target: Path) -> None:
@@ -175,9 +184,11 @@ def main() -> None:
     if options.pictures:
         for path in options.files:
             for rows in _tables(read(path)):
-                if metric := _main_metric(rows):
-                    name = f"{rows[0]['card']}-{path.stem}-{rows[0]['run']}.png"
-                    picture(rows, metric, options.pictures / name)
+                target = options.pictures / f"{rows[0]['card']}-{path.stem}-{rows[0]['run']}.png"
+                if rows[0]["bench"] == "cpu":
+                    report_cpu.scaling(rows, target)
+                elif metric := _main_metric(rows):
+                    picture(rows, metric, target)
 
 
 if __name__ == "__main__":
