@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import platform
 import statistics
@@ -124,13 +125,14 @@ def _bench_engine(
             spec = ExpertSpec(hidden, intermediate, Activation.SILU, format, group_size=group)
             shard, experts = _shard(spec, memory)
             plan = engine.plan(spec, shard, max_tokens=max(rows), top_k=TOP_K)
+            # Goes on from one row count to the next: going back would find experts in the cache.
+            turn = itertools.count(step=TOP_K)
             for count in rows:
                 x = torch.randn(count, hidden).to(spec.activation_dtype)
                 weights = torch.rand(count, TOP_K)
                 out = torch.empty(count, hidden)
                 times = []
-                for call in range(REPEATS + 1):
-                    first = call * TOP_K
+                for first in itertools.islice(turn, REPEATS + 1):
                     ids = (torch.arange(first, first + TOP_K) % experts).int().repeat(count, 1)
                     start = time.perf_counter()
                     plan.run(x, ids, weights, out)
@@ -152,13 +154,14 @@ def _bench_torch(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        turn = itertools.count(step=TOP_K)
         for count in rows:
             x = torch.randn(count, hidden, dtype=torch.bfloat16)
             times = []
-            for call in range(REPEATS + 1):
+            for first in itertools.islice(turn, REPEATS + 1):
                 start = time.perf_counter()
                 for k in range(TOP_K):
-                    expert = (call * TOP_K + k) % experts
+                    expert = (first + k) % experts
                     gate, up = torch.nn.functional.linear(x, shard["w13_weight"][expert]).chunk(
                         2, 1
                     )
