@@ -91,7 +91,7 @@ def measure(spec: ExpertSpec, rows: Sequence[int], threads: int, gib: float) -> 
 def _layer(
     kt: Any, cpu: Any, spec: ExpertSpec, matrices: Matrices, experts: int, max_rows: int
 ) -> tuple[Any, Any]:
-    """A layer, and what must live with it. It copies each into a layout of its own: one original does."""
+    """A layer and what must live with it. It copies what it is given: one original does for all."""
     on_gpu = torch.zeros(experts, dtype=torch.bool)
     config = kt.moe.MOEConfig(
         experts, bench.TOP_K, spec.hidden, spec.intermediate, on_gpu.data_ptr()
