@@ -43,7 +43,7 @@ format: setup
 	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
 
 bench: setup
-	$(BIN)/python bench/cpu.py
+	$(BIN)/moe-offload bench cpu
 
 wheel: setup
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import report_cpu
 from bench.common import Row, problems
 
 TITLES = {
@@ -45,6 +46,9 @@ def sections(files: Iterable[Path]) -> str:
     for path in files:
         for rows in _runs(read(path)):
             head = rows[0]
+            if head["bench"] == "cpu":
+                parts += [*_cpu_head(head, path), report_cpu.tables(rows)]
+                continue
             about = ", ".join(
                 f"{head[key]}" + (f" {key}" if key == "layers" else "")
                 for key in ("model", "layers", "format", "card", "host_cpu")
@@ -59,6 +63,11 @@ def sections(files: Iterable[Path]) -> str:
                     _rates(rows),
                 ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _cpu_head(head: Row, path: Path) -> tuple[str, str]:
+    where = f"{head['card']}, {head['host_cpu']}; torch {head['torch']}, commit {head['commit']}"
+    return "## The CPU expert engine", f"{where}, {head['date']}. `{path.name}`"
 
 
 def picture(rows: Sequence[Row], metric: str, target: Path) -> None:
@@ -174,9 +183,11 @@ def main() -> None:
     if options.pictures:
         for path in options.files:
             for rows in _runs(read(path)):
+                name = f"{rows[0]['card']}-{path.stem}-{rows[0]['run']}"
+                if rows[0]["bench"] == "cpu":
+                    report_cpu.scaling(rows, options.pictures / f"{name}.png")
                 for metric in _metrics(rows):
-                    name = f"{rows[0]['card']}-{path.stem}-{rows[0]['run']}-{metric}.png"
-                    picture(rows, metric, options.pictures / name)
+                    picture(rows, metric, options.pictures / f"{name}-{metric}.png")
 
 
 if __name__ == "__main__":

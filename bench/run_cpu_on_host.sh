@@ -5,7 +5,7 @@
 #
 #   bench/run_cpu_on_host.sh [RESULTS.json]
 #
-# SKIP_TESTS=1 leaves the tests out; BENCH_ARGUMENTS are passed to bench/cpu.py.
+# SKIP_TESTS=1 leaves the tests out; BENCH_ARGUMENTS are passed to `moe-offload bench cpu`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-cpu.json}
@@ -28,5 +28,5 @@ status=0
 if [[ -z ${SKIP_TESTS:-} ]]; then
   timeout 240 python3 -m pytest tests/engine -q -x -p no:cacheprovider || status=$?
 fi
-timeout 280 python3 bench/cpu.py --json "$results" ${BENCH_ARGUMENTS:-}
+timeout 280 "$site/bin/moe-offload" bench cpu --json "$results" ${BENCH_ARGUMENTS:-}
 exit $status

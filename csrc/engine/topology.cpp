@@ -1,11 +1,12 @@
 #include "engine/topology.h"
 
+#include <dirent.h>
 #include <sched.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
-#include <filesystem>
-#include <fstream>
+#include <memory>
 #include <set>
 #include <string>
 #include <thread>
@@ -13,6 +14,21 @@
 
 namespace moe {
 namespace {
+
+// This file asks C's library alone: std::filesystem and streams are code of the C++ library whose
+// layout has changed between its versions, and a process that loads torch and CUDA has parts of
+// several.
+struct Close {
+  void operator()(DIR* directory) const { closedir(directory); }
+  void operator()(FILE* file) const { std::fclose(file); }
+};
+
+std::vector<std::string> names_in(const std::string& directory) {
+  std::vector<std::string> names;
+  const std::unique_ptr<DIR, Close> open(opendir(directory.c_str()));
+  while (const dirent* entry = open ? readdir(open.get()) : nullptr) names.push_back(entry->d_name);
+  return names;
+}
 
 // What thread `tid` of this process (0: the caller) may run on; empty where that is not known.
 std::vector<int> cpus_of_thread(pid_t tid) {
@@ -39,9 +55,9 @@ std::vector<int> allowed_cpus() {
     // vLLM's CPU build pins each of its OpenMP threads, the one that calls us among them, to one
     // CPU: the process may use all of those. Under `taskset` to one CPU all threads share it.
     std::set<int> pinned(cpus.begin(), cpus.end());
-    std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task", error)) {
-      const std::vector<int> theirs = cpus_of_thread(std::atoi(entry.path().filename().c_str()));
+    for (const std::string& tid : names_in("/proc/self/task")) {
+      if (tid[0] == '.') continue;
+      const std::vector<int> theirs = cpus_of_thread(std::atoi(tid.c_str()));
       if (theirs.size() == 1) pinned.insert(theirs.front());
     }
     cpus.assign(pinned.begin(), pinned.end());
@@ -56,16 +72,14 @@ std::vector<int> allowed_cpus() {
 std::string cpu_directory(int cpu) { return "/sys/devices/system/cpu/cpu" + std::to_string(cpu); }
 
 int read_int(const std::string& path, int fallback) {
-  std::ifstream file(path);
+  const std::unique_ptr<FILE, Close> file(std::fopen(path.c_str(), "r"));
   int value = fallback;
-  return file >> value ? value : fallback;
+  return file && std::fscanf(file.get(), "%d", &value) == 1 ? value : fallback;
 }
 
 // A CPU's directory holds a link called node<N> where the machine has NUMA.
 int node_of(int cpu) {
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator(cpu_directory(cpu), error)) {
-    const std::string name = entry.path().filename().string();
+  for (const std::string& name : names_in(cpu_directory(cpu))) {
     if (name.rfind("node", 0) == 0 && name.size() > 4 && name[4] >= '0' && name[4] <= '9') {
       return std::atoi(name.c_str() + 4);
     }

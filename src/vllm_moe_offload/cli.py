@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +19,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
-
-
-@app.callback()
-def _root() -> None:
-    """Keep `demo` a subcommand while it is the only one."""
+bench_app = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 
 @app.command()
@@ -50,3 +50,86 @@ def demo(
         console.print(f"[bold red]error:[/] {escape(str(error))}")
         raise typer.Exit(2) from None
     raise typer.Exit(0 if same else 1)
+
+
+@bench_app.command("cpu")
+def bench_cpu(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    shapes: Annotated[
+        str, typer.Option(help="Experts as hidden x intermediate, comma-separated.")
+    ] = "2048x768,7168x2048",
+    formats: Annotated[
+        str, typer.Option(help="Number formats of the weights, comma-separated.")
+    ] = "bf16,fp8_block,int4,mxfp4",
+    rows: Annotated[
+        str, typer.Option(help="Rows (tokens) an expert, comma-separated.")
+    ] = "1,2,4,16,64,256,1024",
+    isas: Annotated[
+        str | None, typer.Option(help="Instruction sets; the fastest by default.")
+    ] = None,
+    threads: Annotated[
+        str | None, typer.Option(help="Thread counts; all physical cores by default.")
+    ] = None,
+    gib: Annotated[float, typer.Option(help="GiB of experts to rotate over.")] = 4.0,
+    card: Annotated[
+        str | None, typer.Option(help="What the rows call this machine; cpu-<CPUs>c by default.")
+    ] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="What the rows call the code; git's by default.")
+    ] = None,
+    torch: Annotated[bool, typer.Option(help="Also time torch's bf16 linear.")] = True,
+) -> None:
+    """Time the CPU expert engine beside what this machine could do at most."""
+    from vllm_moe_offload.engine import bench
+    from vllm_moe_offload.experts import Format
+
+    console = Console(stderr=True)
+    measured: list[bench.Row] = []
+
+    def keep(row: bench.Row) -> None:
+        # Written at once: what a run cut short has measured is not lost.
+        measured.append(row)
+        status.update(" ".join(str(row[key]) for key in ("contestant", "model", "format", "rows")))
+        if json_file is not None:
+            lines = ",\n".join(json.dumps(row) for row in measured)
+            json_file.write_text(f"[\n{lines}\n]\n")
+
+    try:
+        with console.status("") as status:
+            bench.bench_cpu(
+                shapes=[_shape(shape) for shape in shapes.split(",")],
+                formats=[Format(name) for name in formats.split(",")],
+                rows=_numbers(rows),
+                isas=isas.split(",") if isas else None,
+                threads=_numbers(threads) if threads else None,
+                gib=gib,
+                beside_torch=torch,
+                labels={"card": card or _card(), "commit": commit or _commit()},
+                on_row=keep,
+            )
+    except ValueError as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        raise typer.Exit(2) from None
+    typer.echo(bench.format_table(measured))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _shape(text: str) -> tuple[int, int]:
+    hidden, intermediate = text.split("x")
+    return int(hidden), int(intermediate)
+
+
+def _card() -> str:
+    return f"cpu-{len(os.sched_getaffinity(0))}c"
+
+
+def _commit() -> str:
+    """The commit of the clone this file lies in, `?` where it lies in none."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "?"

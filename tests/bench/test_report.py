@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
+from bench import report, report_cpu
 from bench.common import Row, Run, append
 
 RUN = Run("decode", "abc", "1234567", "2026-01-01", "h100", "a CPU", "0.26.0", "2.11.0")
@@ -58,3 +58,41 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report.picture(rows(), "step_ms", tmp_path / "img" / "one.png")
     assert (tmp_path / "img" / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def cpu_rows() -> list[Row]:
+    run = Run("cpu", "abc", "1234567", "2026-01-01", "h100", "a CPU", None, "2.11.0")
+
+    def row(contestant: str, value: float | None, threads: int = 16, **keys: object) -> Row:
+        given = dict(contestant=contestant, metric="weight_gb_per_s", value=value, unit="GB/s")
+        return run.row(**given | keys) | {"threads": threads}
+
+    ours = dict(model="2048x768", format="bf16", isa="amx")
+    return [
+        row("floor", 15.0, 1, metric="read_gb_per_s", isa="amx"),
+        row("floor", 100.0, metric="read_gb_per_s", isa="amx"),
+        row("floor", 20.0, metric="tflop_per_s", unit="TFLOP/s", isa="amx"),
+        row("cpu", 12.0, 1, rows=1, **ours),
+        row("cpu", 90.0, rows=1, **ours),
+        row("cpu", 8.0, rows=256, **ours),
+        row("cpu", 9.0, rows=256, metric="tflop_per_s", **ours),
+        row("kt-kernel", None, rows=1, note="SIGILL", model="2048x768", format="bf16"),
+    ]
+
+
+def test_cpu_rows_stand_beside_what_limits_them(tmp_path: Path) -> None:
+    path = tmp_path / "2026-01-01-cpu.json"
+    append(path, cpu_rows())
+    lines = report.sections([path]).splitlines()
+    assert "## The CPU expert engine" in lines
+    assert "| bf16 | cpu amx | 90.0 (90 %) |" in lines
+    assert "| bf16 | cpu amx | 9.00 (45 %) |" in lines
+    assert "| bf16 | kt-kernel | - |" in lines
+    assert "- kt-kernel, bf16: SIGILL" in lines
+
+
+def test_scaling_is_drawn_where_threads_differ(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert report_cpu.scaling(cpu_rows(), tmp_path / "img" / "cpu.png")
+    assert (tmp_path / "img" / "cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert not report_cpu.scaling([row for row in cpu_rows() if row["threads"] == 16], tmp_path)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import platform
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,16 @@ FORMATS = (Format.BF16, Format.FP8_BLOCK, Format.INT4, Format.MXFP4)
 ROWS = (1, 2, 4, 16, 64, 256, 1024)
 
 # A step of the models these shapes come from routes a token to 8 experts.
-_TOP_K = 8
-_REPEATS = 7
+TOP_K = 8
+REPEATS = 7
+
+# What rows of other benchmarks have and this one's leave open.
+_OPEN = dict.fromkeys(
+    (
+        *("commit", "card", "vllm", "model", "layers", "format", "slots", "tensor_parallel"),
+        *("routing", "batch", "tokens", "rows", "isa"),
+    )
+)
 
 
 def bench_cpu(
@@ -37,6 +46,7 @@ def bench_cpu(
     threads: Iterable[int] | None = None,
     gib: float = 4.0,
     beside_torch: bool = True,
+    labels: Mapping[str, str] | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
     """Measures the engine; returns rows as the project's benchmarks write them.
@@ -53,14 +63,22 @@ def bench_cpu(
         threads: Thread counts; None: all physical cores.
         gib: GiB of experts to rotate over: more than any cache.
         beside_torch: Also time torch's bf16 `linear` on the same experts.
+        labels: What every row says besides: ``card`` and ``commit``.
         on_row: Called with each row as soon as it is measured.
 
     Returns:
-        One row for each figure: a median, with `min` and `max` beside it. The ceilings come first,
-        as contestant ``floor``: read bandwidth, and AMX's peak where there is AMX.
+        One row for each figure: a median, with `min` and `max` beside it, and `threads` besides
+        the keys of all benchmarks. The ceilings come first, as contestant ``floor``: read
+        bandwidth, and AMX's peak where the instruction set is AMX.
+
+    Raises:
+        ValueError: An instruction set or thread count this host lacks, or `gib` too small for a
+            call's experts.
     """
     result: list[Row] = []
     common: Row = {
+        **_OPEN,
+        **(labels or {}),
         "bench": "cpu",
         "run": uuid.uuid4().hex[:12],
         "date": datetime.date.today().isoformat(),
@@ -96,9 +114,9 @@ def _bench_engine(
     add: Callable[..., None],
 ) -> None:
     who = {"isa": engine.isa, "threads": engine.threads}
-    rates = [engine.read_gb_per_s(memory) for _ in range(_REPEATS)]
+    rates = [engine.read_gb_per_s(memory) for _ in range(REPEATS)]
     add(contestant="floor", metric="read_gb_per_s", unit="GB/s", **who, **_median(rates))
-    peaks = [peak for _ in range(_REPEATS) if (peak := engine.tile_peak_tflop_per_s()) is not None]
+    peaks = [peak for _ in range(REPEATS) if (peak := engine.tile_peak_tflop_per_s()) is not None]
     if peaks:
         add(contestant="floor", metric="tflop_per_s", unit="TFLOP/s", **who, **_median(peaks))
     for hidden, intermediate in shapes:
@@ -106,15 +124,16 @@ def _bench_engine(
             group = 128 if format in (Format.INT4, Format.INT4_ZEROS) else None
             spec = ExpertSpec(hidden, intermediate, Activation.SILU, format, group_size=group)
             shard, experts = _shard(spec, memory)
-            plan = engine.plan(spec, shard, max_tokens=max(rows), top_k=_TOP_K)
+            plan = engine.plan(spec, shard, max_tokens=max(rows), top_k=TOP_K)
+            # Goes on from one row count to the next: going back would find experts in the cache.
+            turn = itertools.count(step=TOP_K)
             for count in rows:
                 x = torch.randn(count, hidden).to(spec.activation_dtype)
-                weights = torch.rand(count, _TOP_K)
+                weights = torch.rand(count, TOP_K)
                 out = torch.empty(count, hidden)
                 times = []
-                for call in range(_REPEATS + 1):
-                    first = call * _TOP_K
-                    ids = (torch.arange(first, first + _TOP_K) % experts).int().repeat(count, 1)
+                for first in itertools.islice(turn, REPEATS + 1):
+                    ids = (torch.arange(first, first + TOP_K) % experts).int().repeat(count, 1)
                     start = time.perf_counter()
                     plan.run(x, ids, weights, out)
                     times.append(time.perf_counter() - start)
@@ -135,13 +154,14 @@ def _bench_torch(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
+        turn = itertools.count(step=TOP_K)
         for count in rows:
             x = torch.randn(count, hidden, dtype=torch.bfloat16)
             times = []
-            for call in range(_REPEATS + 1):
+            for first in itertools.islice(turn, REPEATS + 1):
                 start = time.perf_counter()
-                for k in range(_TOP_K):
-                    expert = (call * _TOP_K + k) % experts
+                for k in range(TOP_K):
+                    expert = (first + k) % experts
                     gate, up = torch.nn.functional.linear(x, shard["w13_weight"][expert]).chunk(
                         2, 1
                     )
@@ -169,8 +189,8 @@ def _add_times(
         "rows": rows,
         **who,
     }
-    gigabytes = _TOP_K * spec.layout.nbytes / 1e9
-    teraflop = _TOP_K * rows * 6 * spec.hidden * spec.intermediate / 1e12
+    gigabytes = TOP_K * spec.layout.nbytes / 1e9
+    teraflop = TOP_K * rows * 6 * spec.hidden * spec.intermediate / 1e12
     rates = [gigabytes / seconds for seconds in times]
     add(metric="weight_gb_per_s", unit="GB/s", **figure, **_median(rates))
     rates = [teraflop / seconds for seconds in times]
@@ -178,7 +198,12 @@ def _add_times(
 
 
 def _median(values: list[float]) -> Row:
-    return {"value": statistics.median(values), "min": min(values), "max": max(values)}
+    return {
+        "value": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "repeats": len(values),
+    }
 
 
 def _memory(gib: float) -> torch.Tensor:
@@ -193,10 +218,10 @@ def _memory(gib: float) -> torch.Tensor:
 def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
     """As many experts as fit into `memory`, and their number."""
     experts = memory.numel() // spec.layout.nbytes
-    if experts < _TOP_K:
+    if experts < TOP_K:
         raise ValueError(
             f"{memory.numel() / 2**30:.1f} GiB hold {experts} experts of {spec.layout.nbytes} "
-            f"bytes, and a call needs {_TOP_K}: raise gib"
+            f"bytes, and a call needs {TOP_K}: raise gib"
         )
     shard, at = {}, 0
     for part in spec.layout.tensors:
@@ -227,33 +252,33 @@ def _cpu_name() -> str:
 
 def format_table(result: list[Row]) -> str:
     """The rows of one run as text: each figure beside the ceiling that holds for it."""
-    ceilings = {
-        (row["isa"], row["threads"], row["metric"]): row["value"]
-        for row in result
-        if row["contestant"] == "floor"
-    }
+    ceilings: dict[tuple[int, str], float] = {}
+    for row in result:
+        if row["contestant"] == "floor":
+            key = (row["threads"], row["metric"])
+            ceilings[key] = max(row["value"], ceilings.get(key, 0.0))
     lines = []
-    for (isa, threads, metric), value in ceilings.items():
+    for (threads, metric), value in ceilings.items():
         what = "GB/s of memory read" if metric == "read_gb_per_s" else "TFLOP/s of AMX bf16 tiles"
-        lines.append(f"{isa}, {threads} threads: {value:.2f} {what}")
+        lines.append(f"{threads} threads: {value:.2f} {what}")
     layout = "{:>10} {:>12} {:>12} {:>7} {:>5} {:>8} {:>8} {:>8} {:>8}"
     heads = ("expert", "format", "who", "threads", "rows", "GB/s", "of read", "TFLOP/s", "of AMX")
     lines += ["", layout.format(*heads)]
-    figures: dict[tuple[Any, ...], dict[str, float]] = {}
+    figures: dict[tuple[Any, ...], dict[str, float | None]] = {}
     for row in result:
         if row["contestant"] != "floor":
-            who = row.get("isa", row["contestant"])
-            key = (row["model"], row["format"], who, row["threads"], row["rows"])
-            figures.setdefault(key, {})[row["metric"]] = row["value"]
-    for key, figure in figures.items():
-        read = ceilings.get((key[2], key[3], "read_gb_per_s"))
-        peak = ceilings.get((key[2], key[3], "tflop_per_s"))
-        gigabytes, teraflop = figure["weight_gb_per_s"], figure["tflop_per_s"]
-        numbers = (
-            f"{gigabytes:.1f}",
-            f"{gigabytes / read:.0%}" if read else "",
-            f"{teraflop:.2f}",
-            f"{teraflop / peak:.0%}" if peak else "",
-        )
-        lines.append(layout.format(*key, *numbers))
+            who = row["isa"] if row["contestant"] == "cpu" else row["contestant"]
+            place = (row["model"], row["format"], who, row["threads"], row["rows"])
+            figures.setdefault(place, {})[row["metric"]] = row["value"]
+    for place, figure in figures.items():
+        cells: list[str] = []
+        for metric, ceiling, digits in (
+            ("weight_gb_per_s", "read_gb_per_s", 1),
+            ("tflop_per_s", "tflop_per_s", 2),
+        ):
+            rate = figure.get(metric)
+            most = ceilings.get((place[3], ceiling))
+            cells.append("-" if rate is None else f"{rate:.{digits}f}")
+            cells.append("" if rate is None or most is None else f"{rate / most:.0%}")
+        lines.append(layout.format(*place, *cells))
     return "\n".join(lines)
