@@ -25,7 +25,9 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/v1/worker/worker_base.py": {
         "WorkerWrapperBase": {"__getattr__": ["self", "attr"], "vllm_config": None, "worker": None}
     },
-    "vllm/v1/worker/gpu_worker.py": {"Worker": {"load_model": ["self", "load_dummy_weights"]}},
+    "vllm/v1/worker/gpu_worker.py": {
+        "Worker": {"load_model": ["self", "load_dummy_weights"], "init_snapshot": None}
+    },
     "vllm/model_executor/custom_op.py": {
         "": {"op_registry_oot": None},
         "PluggableLayer": {"__new__": ["cls"]},
@@ -70,6 +72,10 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     },
     "vllm/model_executor/layers/fused_moe/config.py": {
         "FusedMoEConfig": {
+            "num_experts": None,
+            "num_local_experts": None,
+            "experts_per_token": None,
+            "in_dtype": None,
             "hidden_dim": None,
             "intermediate_size_per_partition": None,
             "activation": None,
@@ -77,7 +83,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
         }
     },
     "vllm/model_executor/layers/fused_moe/fused_moe_method_base.py": {
-        "FusedMoEMethodBase": {"is_monolithic": None}
+        "FusedMoEMethodBase": {"is_monolithic": None, "moe": None}
     },
     "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": {
         "UnquantizedFusedMoEMethod": {
@@ -147,9 +153,17 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "data_parallel_size": None,
         }
     },
-    "vllm/config/model.py": {"ModelConfig": {"enable_sleep_mode": None}},
+    "vllm/config/model.py": {
+        "ModelConfig": {
+            "enable_sleep_mode": None,
+            "get_hidden_size": ["self"],
+            "get_vocab_size": ["self"],
+        }
+    },
     "vllm/platforms/interface.py": {"Platform": {"is_cpu": ["self"], "is_cuda": ["self"]}},
-    "vllm/config/cache.py": {"CacheConfig": {"gpu_memory_utilization": None}},
+    "vllm/config/cache.py": {
+        "CacheConfig": {"gpu_memory_utilization": None, "kv_cache_memory_bytes": None}
+    },
     "vllm/config/load.py": {"LoadConfig": {"load_format": None}},
     "vllm/config/offload.py": {
         "UVAOffloadConfig": {"cpu_offload_gb": None},

@@ -29,7 +29,11 @@ class Layer(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quant_method = SimpleNamespace(moe_kernel="old", moe_quant_config="old")
+        self.quant_method = SimpleNamespace(
+            moe_kernel="old",
+            moe_quant_config="old",
+            moe=SimpleNamespace(num_experts=E, num_local_experts=E),
+        )
         self.local_num_experts = E
 
 
@@ -50,7 +54,9 @@ def keeps(layer: torch.nn.Module) -> None:
 def converts(layer: torch.nn.Module) -> None:
     """A format that rescales (w13 to one scale an expert), renames and reduces over experts."""
     assert layer.quant_method.moe_kernel is None
-    assert len(layer.w13_weight) == layer.local_num_experts
+    moe = layer.quant_method.moe
+    assert len(layer.w13_weight) == layer.local_num_experts == moe.num_local_experts
+    assert moe.num_experts == E + (moe.num_local_experts < E), "the entries of the map"
     scale = layer.w13_weight_scale.max(dim=1).values
     ratio = (layer.w13_weight_scale / scale[:, None]).repeat_interleave(2, dim=1)
     for name, value in {
@@ -96,6 +102,7 @@ def test_a_format_that_converts_gives_what_it_gives_for_all_experts(num_slots: i
     assert torch.equal(host["w13_weight_scale"], whole.w13_weight_scale.data)
 
     slots = binder.bind(torch.arange(num_slots))
+    assert layer.quant_method.moe.num_experts == layer.quant_method.moe.num_local_experts == E
     assert set(slots) == set(host)
     assert all(len(tensor) == num_slots for tensor in slots.values())
     _, weight, scale = layer.quant_method.moe_kernel

@@ -68,11 +68,15 @@ class CudaDevice(Device):
 
     name = "cuda"
 
-    def __init__(self, memory_fraction: float, reserved: int) -> None:
-        """Take at most `memory_fraction` of the GPU's memory, leaving `reserved` bytes of that."""
+    def __init__(self, memory_fraction: float, free_at_start: int) -> None:
+        """Take at most `memory_fraction` of the GPU's memory.
+
+        `free_at_start`: bytes that were free when this process came, which others may share the
+        GPU with.
+        """
         self._copy_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._memory_fraction = memory_fraction
-        self._reserved = reserved
+        self._free_at_start = free_at_start
 
     @override
     def slot_cache(
@@ -83,8 +87,8 @@ class CudaDevice(Device):
     @override
     def free_memory(self) -> int:
         free, total = torch.cuda.mem_get_info()
-        usable = int(total * self._memory_fraction) - (total - free)
-        return max(usable - self._reserved, 0)
+        usable = int(total * self._memory_fraction) - (self._free_at_start - free)
+        return max(min(usable, free), 0)
 
     @override
     def register(self, address: int, nbytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -146,9 +147,13 @@ class SlotBinder:
             data = tensor[rows].to(self._device)
             layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
         layer.local_num_experts = len(rows)
-        layer.quant_method.moe_kernel = None
-        layer.quant_method.moe_quant_config = None
-        self._process(layer)
+        method = layer.quant_method
+        method.moe_kernel = method.moe_quant_config = None
+        whole, method.moe = method.moe, self._shard(method.moe, len(rows))
+        try:
+            self._process(layer)
+        finally:
+            method.moe = whole
         return {
             name: parameter.data
             for name, parameter in layer._parameters.items()
@@ -157,6 +162,17 @@ class SlotBinder:
             and parameter.ndim
             and parameter.shape[0] == len(rows)
         }
+
+    def _shard(self, moe: Any, num_slots: int) -> Any:
+        """The layer's FusedMoEConfig as a kernel over so many slots has to see it.
+
+        Some allocate by it: the experts of the shard, and as many as the map has entries, which is
+        one more for rows of padding (no map, and so no more, with a slot for every expert).
+        """
+        shard = copy.copy(moe)
+        shard.num_local_experts = num_slots
+        shard.num_experts = self._num_experts + (num_slots < self._num_experts)
+        return shard
 
     def _rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         return self._loaded[name][rows].view(torch.uint8)
@@ -193,8 +209,15 @@ class FormatLane:
 
         vLLM looks them up by ``w1.shape[0]``, which for slots is not the number of experts.
         """
-        experts = self._layer.quant_method.moe_kernel.fused_experts
-        if not isinstance(experts, TritonExperts):
+        chosen = self._layer.quant_method.moe_kernel.fused_experts
+        # Some kernels leave batches of some sizes to another.
+        among = (
+            chosen,
+            getattr(chosen, "experts", None),
+            getattr(chosen, "fallback_experts", None),
+        )
+        experts = next((kernel for kernel in among if isinstance(kernel, TritonExperts)), None)
+        if experts is None:
             return None
         num_experts = self._layer.moe_config.num_experts
         configuration: dict[str, int] = try_get_optimal_moe_config(

@@ -18,6 +18,7 @@ from vllm_moe_offload.errors import InactiveError, MemoryShortError, Unsupported
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
+from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer
 from vllm_moe_offload.lanes import Counters, EngineLane, Lane, OffloadedLayer
 from vllm_moe_offload.planning import LayerShape, SlotPlan, plan_slots
@@ -33,10 +34,10 @@ _GIB = 2**30
 class OffloadRuntime:
     """Engine, host memory, device and plan of one worker, and its layers by name."""
 
-    def __init__(self, config: OffloadConfig, vllm_config: VllmConfig) -> None:
+    def __init__(self, config: OffloadConfig, vllm_config: VllmConfig, worker: Any) -> None:
         self.config = config
         self._vllm_config = vllm_config
-        self.device = _device(vllm_config)
+        self.device = _device(vllm_config, worker)
         self.store = HostStore(self.device.register, self.device.unregister)
         self.engine = CpuExpertEngine(
             threads=None if config.cpu_threads == "auto" else config.cpu_threads
@@ -270,16 +271,21 @@ class OffloadRuntime:
         free = self.device.free_memory()
         if isinstance(slots, int):
             plan = plan_slots(shapes, slots_per_layer=slots, budget_bytes=None)
-        else:
-            budget = int(gib * _GIB) - self._slot_bytes if isinstance(gib, float) else free
+        elif isinstance(gib, float):
+            budget = int(gib * _GIB) - self._slot_bytes
             plan = plan_slots(shapes, slots_per_layer=None, budget_bytes=budget)
+        else:
+            if current_platform.is_cuda():
+                moe_configs = [module.moe_config for module in modules]
+                free = max(free - reserved_bytes(self._vllm_config, moe_configs), 0)
+            plan = plan_slots(shapes, slots_per_layer=None, budget_bytes=free)
         needed = sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
         )
         needs = (
             f"{max(plan.slots)} slots in each of {len(shapes)} layers need {needed / _GIB:.2f} GiB "
             f"of device memory and {free / _GIB:.2f} GiB are left for them after the rest of the "
-            "model and the KV cache"
+            "model"
         )
         if needed > free:
             raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self.store.needs()})")
@@ -291,22 +297,12 @@ class OffloadRuntime:
         return sum(layer.device_bytes for layer in self._layers().values())
 
 
-def _device(vllm_config: VllmConfig) -> Device:
+def _device(vllm_config: VllmConfig, worker: Any) -> Device:
     if current_platform.is_cpu():
         return HostDevice()
     from vllm_moe_offload.device.cuda import CudaDevice
 
     return CudaDevice(
         memory_fraction=vllm_config.cache_config.gpu_memory_utilization,
-        reserved=_kv_cache_bytes(vllm_config),
+        free_at_start=worker.init_snapshot.free_memory,
     )
-
-
-def _kv_cache_bytes(vllm_config: VllmConfig) -> int:
-    """Bytes to leave for the KV cache: one request of the longest length, and as much again."""
-    model = vllm_config.model_config
-    heads = model.get_num_kv_heads(vllm_config.parallel_config)
-    layers = model.get_num_layers(vllm_config.parallel_config)
-    assert isinstance(model.dtype, torch.dtype)
-    row = 2 * heads * model.get_head_size() * model.dtype.itemsize
-    return 2 * layers * row * int(model.max_model_len)

@@ -33,7 +33,7 @@ def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
     from vllm_moe_offload.integration.layers import offloaded_layers
     from vllm_moe_offload.integration.runtime import OffloadRuntime
 
-    runtime = OffloadRuntime(config, self.vllm_config)
+    runtime = OffloadRuntime(config, self.vllm_config, self.worker)
     with offloaded_layers(runtime):
         self.worker.load_model(*args, **kwargs)
     runtime.check_active()
