@@ -42,20 +42,21 @@ _CONFIG = {
 }
 
 
-def write(kind: str, folder: Path, *, seed: int = 0) -> tuple[Path, Path]:
+def write(kind: str, folder: Path, *, seed: int = 0, layers: int = LAYERS) -> tuple[Path, Path]:
     """Write a checkpoint of this kind and one of the same weights in bf16; returns both folders."""
     generator = torch.Generator("cuda").manual_seed(seed)
     quantised, plain = folder / kind, folder / f"{kind}-as-bf16"
     for target, settings in ((quantised, _quantisation(kind)), (plain, None)):
         target.mkdir(parents=True, exist_ok=True)
-        config = _CONFIG | ({"quantization_config": settings} if settings else {})
+        config = _CONFIG | {"num_hidden_layers": layers}
+        config |= {"quantization_config": settings} if settings else {}
         (target / "config.json").write_text(json.dumps(config))
     if kind == "bf16":
         plain = quantised
-    shared = _shared(generator)
+    shared = _shared(generator, layers)
     for target in {quantised, plain}:
         save_file(shared, target / "shared.safetensors")
-    for layer in range(LAYERS):
+    for layer in range(layers):
         codes: dict[str, torch.Tensor] = {}
         values: dict[str, torch.Tensor] = {}
         for name, weight in _experts(layer, generator):
@@ -76,13 +77,13 @@ def _random(shape: tuple[int, ...], generator: torch.Generator, width: float = 1
     return (values * width / shape[-1] ** 0.5).to(torch.bfloat16)
 
 
-def _shared(generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _shared(generator: torch.Generator, layers: int) -> dict[str, torch.Tensor]:
     tensors = {
         "model.embed_tokens.weight": _random((VOCABULARY, HIDDEN), generator, 40.0),
         "lm_head.weight": _random((VOCABULARY, HIDDEN), generator),
         "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
     }
-    for layer in range(LAYERS):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}"
         for name, rows, columns in (
             ("q_proj", 2048, HIDDEN),

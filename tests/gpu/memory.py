@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,16 +24,22 @@ class Loading:
 
     gpu_peak: int = 0
     gpu_after: int = 0
-    host_peak: int = 0
+    host_after: int = 0
     dense: int = 0
     seconds: float = 0.0
 
     def __str__(self) -> str:
         return (
             f"loaded in {self.seconds:.1f} s, GPU peak {self.gpu_peak / _GIB:.3f} GiB and after it "
-            f"{self.gpu_after / _GIB:.3f} GiB ({self.dense / _GIB:.3f} GiB dense), host peak "
-            f"{self.host_peak / _GIB:.2f} GiB"
+            f"{self.gpu_after / _GIB:.3f} GiB ({self.dense / _GIB:.3f} GiB dense), host "
+            f"{self.host_after / _GIB:.2f} GiB"
         )
+
+
+def anonymous_bytes() -> int:
+    """Of this process: without files' pages, which other processes share and the system drops."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
 @contextmanager
@@ -43,13 +50,14 @@ def watch_loading() -> Iterator[Loading]:
     load = WorkerWrapperBase.load_model
 
     def load_model(worker: Any, *args: Any, **kwargs: Any) -> None:
+        before = anonymous_bytes()
         with Sampler() as seen:
             began = time.perf_counter()
             load(worker, *args, **kwargs)
             loading.seconds = time.perf_counter() - began
         loading.gpu_peak = seen.gpu_most - seen.gpu_before
         loading.gpu_after = seen.gpu_now() - seen.gpu_before
-        loading.host_peak = seen.host_before - seen.host_least
+        loading.host_after = anonymous_bytes() - before
         loading.dense = dense_bytes(worker.worker.get_model())
 
     with pytest.MonkeyPatch.context() as patch:
