@@ -24,7 +24,7 @@ template <class W, int kRows, int kTokens, bool kPrefetch>
 inline void dot(const typename W::Row* rows, const typename W::Operand* const* x, int64_t k_end,
                 int64_t ahead, float* out, int64_t out_stride) {
   constexpr int64_t kStep = W::kStep;
-  constexpr int kSums = kRows * kTokens >= 8 ? 1 : 8 / (kRows * kTokens);
+  constexpr int kSums = kRows * kTokens >= W::kChains ? 1 : W::kChains / (kRows * kTokens);
   // A pass of the loop reads whole cache lines of weights, so that it fetches each line once.
   constexpr int kLines = static_cast<int>((kCacheLine + W::kStepBytes - 1) / W::kStepBytes);
   constexpr int kUnroll = kSums > kLines ? kSums : kLines;
@@ -173,10 +173,11 @@ inline void convert_rows(const Element* source, int64_t count, int64_t width, st
     Operand* to = reinterpret_cast<Operand*>(x) + t * x_stride;
     int64_t k = 0;
     if constexpr (W::kDeinterleaved) {
-      for (; k + 2 * V::kWidth <= width; k += 2 * V::kWidth) {
+      // Whole steps: what is left of one lies apart, among the zeros.
+      for (const int64_t end = width / W::kStep * W::kStep; k < end; k += 2 * V::kWidth) {
         const V::Pair halves = V::deinterleave({V::load(from + k), V::load(from + k + V::kWidth)});
-        V::store(to + k, halves.a);
-        V::store(to + k + V::kWidth, halves.b);
+        V::store(to + W::position(k), halves.a);
+        V::store(to + W::position(k + 1), halves.b);
       }
     } else {
       for (; k + V::kWidth <= width; k += V::kWidth) V::store(to + k, V::load(from + k));

@@ -100,6 +100,7 @@ const Kernels* avx512_kernels(Format format, Dtype dtype) {
 
 const Kernels* avx512_bf16_kernels(Format format, Dtype dtype) {
   const Kernels* own = avx512_bf16::plain(format);
+  if (own == nullptr) own = avx512_bf16::nibbles(format, dtype);
   return own != nullptr ? own : avx512_kernels(format, dtype);
 }
 

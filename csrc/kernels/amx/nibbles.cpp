@@ -1,7 +1,7 @@
 #include "kernels/avx512/vec.h"
 // vec.h comes first: the others are written over its V.
 #include "kernels/activation.h"
-#include "kernels/formats/nibbles.h"
+#include "kernels/formats/nibble_pairs.h"
 // After the formats.
 #include "kernels/amx/body.h"
 #include "kernels/amx/sources.h"
@@ -10,21 +10,24 @@ namespace moe::amx {
 
 namespace {
 
-template <class W>
-constexpr const Kernels& kNibbles = kTileKernels<W, UnpackedTiles<W>>;
+template <class Pairs, class Floats>
+constexpr const Kernels& kNibbles = kTileKernels<Pairs, UnpackedTiles<Floats>>;
+
+template <class Scale>
+constexpr const Kernels& kInt4 = kNibbles<Int4Pairs<Scale>, Int4<Scale>>;
 
 }  // namespace
 
 const Kernels* nibbles(Format format, Dtype dtype) {
   switch (format) {
     case Format::kInt4:
-      return dtype == Dtype::kFp32   ? &kNibbles<Int4<float>>
-             : dtype == Dtype::kFp16 ? &kNibbles<Int4<Fp16>>
-                                     : &kNibbles<Int4<Bf16>>;
+      return dtype == Dtype::kFp32   ? &kInt4<float>
+             : dtype == Dtype::kFp16 ? &kInt4<Fp16>
+                                     : &kInt4<Bf16>;
     case Format::kMxfp4:
-      return &kNibbles<Mxfp4>;
+      return &kNibbles<Mxfp4Pairs, Mxfp4>;
     case Format::kNvfp4:
-      return &kNibbles<Nvfp4>;
+      return &kNibbles<Nvfp4Pairs, Nvfp4>;
     default:
       return nullptr;
   }

@@ -24,7 +24,9 @@ struct Bytes : PairMath {
   static const std::byte* address(const Row& row, int64_t k) {
     return reinterpret_cast<const std::byte*>(row.weight + k);
   }
-  static V::Pair load(const Row& row, int64_t k) { return decode(row, row.weight + k, k); }
+  [[gnu::always_inline]] static V::Pair load(const Row& row, int64_t k) {
+    return decode(row, row.weight + k, k);
+  }
   static V::Pair load_tail(const Row& row, int64_t k, int64_t count) {
     uint8_t buffer[kStep] = {};
     for (int64_t i = 0; i < count; ++i) buffer[i] = row.weight[k + i];
@@ -32,7 +34,7 @@ struct Bytes : PairMath {
   }
 
  private:
-  static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k) {
+  [[gnu::always_inline]] static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k) {
     const V::F scale = V::set(row.scale[k >> row.shift]);
     if constexpr (kFormat == moe::Format::kFp8) {
       const V::Pair values = V::load_e4m3(weights);

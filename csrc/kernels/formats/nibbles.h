@@ -54,14 +54,16 @@ struct Int4 : Nibbles {
     }
     return row;
   }
-  static V::Pair load(const Row& row, int64_t k) { return decode(row, row.weight + k / 2, k); }
+  [[gnu::always_inline]] static V::Pair load(const Row& row, int64_t k) {
+    return decode(row, row.weight + k / 2, k);
+  }
   static V::Pair load_tail(const Row& row, int64_t k, int64_t count) {
     uint8_t buffer[kStepBytes];
     return decode(row, tail(row, k, count, buffer), k);
   }
 
  private:
-  static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k) {
+  [[gnu::always_inline]] static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k) {
     const int64_t group = k >> row.shift;
     const float scale = V::to_float(reinterpret_cast<const Scale*>(row.scale)[group]);
     const int zero =
@@ -77,14 +79,16 @@ struct Mxfp4 : Nibbles {
   static Row row(const moe::Matrix& m, int64_t expert, int64_t index, int64_t k) {
     return base_row(m, expert, index, k, 1);
   }
-  static V::Pair load(const Row& row, int64_t k) { return decode(row, row.weight + k / 2, k); }
+  [[gnu::always_inline]] static V::Pair load(const Row& row, int64_t k) {
+    return decode(row, row.weight + k / 2, k);
+  }
   static V::Pair load_tail(const Row& row, int64_t k, int64_t count) {
     uint8_t buffer[kStepBytes];
     return decode(row, tail(row, k, count, buffer), k);
   }
 
  private:
-  static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k) {
+  [[gnu::always_inline]] static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k) {
     const auto exponent = static_cast<uint32_t>(row.scale[k >> 5]);
     const V::F scale = V::set(V::from_bits(exponent << 23));
     const V::Pair values = V::load_e2m1(weights);
@@ -99,7 +103,7 @@ struct Nvfp4 : Nibbles {
     row.global = m.global[expert * m.global_parts + part];
     return row;
   }
-  static V::Pair load(const Row& row, int64_t k) {
+  [[gnu::always_inline]] static V::Pair load(const Row& row, int64_t k) {
     return decode(row, row.weight + k / 2, k, kStep);
   }
   static V::Pair load_tail(const Row& row, int64_t k, int64_t count) {
@@ -112,7 +116,8 @@ struct Nvfp4 : Nibbles {
     const auto code = static_cast<uint8_t>(row.scale[k >> 4]);
     return V::e4m3_to_float(code) * row.global;
   }
-  static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k, int64_t count) {
+  [[gnu::always_inline]] static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k,
+                                               int64_t count) {
     const V::Pair values = V::load_e2m1(weights);
     V::F scales = V::set(scale(row, k));
     if constexpr (kStep > 16) {
