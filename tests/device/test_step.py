@@ -105,7 +105,7 @@ def test_drawn_steps_are_decided_as_planned(policy: str, data: st.DataObject, se
 
 PLAYED = [
     Layer(32, 7, "lfru", top_k=4, cache_topk=2, num_waves=1, hits_apart=False),
-    Layer(32, 12, "lfu", top_k=4, cache_topk=4, num_waves=2, hits_apart=True),
+    Layer(32, 12, "lfu", top_k=4, cache_topk=4, num_waves=3, hits_apart=True),
 ]
 
 
@@ -117,15 +117,26 @@ def test_played_back_routings_are_decided_as_planned(routing: str, layer: Layer)
         routing,
         steps=PLAYED_STEPS,
         layers=1,
-        rows=3,
+        rows=8,
         num_experts=layer.num_experts,
         top_k=layer.top_k,
     )
     pair = Pair(layer)
-    limits = np.minimum(np.arange(layer.num_experts + 1), 3)
+    limits = np.minimum(np.arange(layer.num_experts + 1), 12)
     for step in range(PLAYED_STEPS):
-        rows = 1 if step < PLAYED_STEPS // 2 else 3
+        rows = 1 if step < PLAYED_STEPS // 2 else 8
         pair.step(played.ids[step, 0, :rows], played.weights[step, 0, :rows], limits)
+
+
+@marked
+@pytest.mark.parametrize("num_waves", [1, 3, 5, 8])
+def test_a_crowded_step_among_valued_experts_is_decided_as_planned(num_waves: int) -> None:
+    """Eight experts often used, then sixteen others at once."""
+    layer = Layer(24, 8, "lfu", top_k=4, cache_topk=4, num_waves=num_waves, hits_apart=False)
+    pair = Pair(layer)
+    experts = np.arange(24, dtype=np.int32).reshape(6, 4)
+    for ids in (*[experts[:2]] * 4, experts[2:], experts):
+        pair.step(ids, np.ones(ids.shape, np.float32), np.arange(25))
 
 
 @marked

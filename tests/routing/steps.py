@@ -50,20 +50,22 @@ def layers(draw: st.DrawFn, policy: str | None = None, max_experts: int = 24) ->
 def steps(layer: Layer, rng: np.random.Generator, count: int, max_tokens: int = 6) -> list[Step]:
     """`count` times ids [T, K], weights [T, K] with equal ones, and limits [E + 1].
 
-    Some experts are drawn more often than others, some rows are padding, and now and then the
-    limits are another table: all misses, none, or numbers that need not even be monotone.
+    Some experts are drawn more often than others, but in some steps less often: the valued ones
+    are in slots then and unused. Some rows are padding. Now and then the limits are another table:
+    all misses, none, or numbers that need not even be monotone.
     """
     experts, k = layer.num_experts, layer.top_k
-    popularity = rng.exponential(size=experts) ** 2
+    popularity = rng.exponential(size=experts) ** 4
     limits = np.arange(experts + 1)
     drawn = []
     for _ in range(count):
         tokens = int(rng.integers(0, max_tokens + 1))
-        scores = rng.exponential(size=(tokens, experts)) * popularity
+        likely = 1 / popularity if rng.random() < 0.3 else popularity
+        scores = rng.exponential(size=(tokens, experts)) * likely
         ids = np.argsort(-scores, axis=1)[:, :k].astype(np.int32)
         ids[rng.random(tokens) < 0.2] = experts
         weights = rng.integers(0, 4, (tokens, k)).astype(np.float32) / 4
-        if rng.random() < 0.3:
+        if rng.random() < 0.2:
             tables = [np.arange(experts + 1), np.zeros(experts + 1, np.int64)]
             tables.append(rng.integers(0, experts + 1, experts + 1))
             limits = tables[rng.integers(len(tables))]

@@ -113,6 +113,19 @@ def test_without_limits_it_is_the_eager_step(data: st.DataObject, seed: int) -> 
         np.testing.assert_array_equal(table.expert_of, eager.table.expert_of)
 
 
+def test_a_crowd_goes_in_one_wave_where_more_waves_would_hold_less() -> None:
+    """Two waves through two slots each, to keep the valued, would leave more to the CPU."""
+    table, policy = SlotTable(24, 8), make_policy("lfu", 24)
+    experts = np.arange(24).reshape(1, 24)
+    fetched = []
+    for ids in (*[experts[:, :8]] * 4, experts[:, 8:]):
+        plan = plan_lanes(
+            table, policy, ids, np.ones(ids.shape), np.arange(25), cache_topk=24, num_waves=2
+        )
+        fetched.append([wave.fetched for wave in plan.waves])
+    assert fetched == [[8, 0], [0, 0], [0, 0], [0, 0], [8, 0]]
+
+
 def test_nothing_fetched_leaves_every_miss_to_the_cpu() -> None:
     table, policy = SlotTable(4, 2), make_policy("lru", 4)
     ids, weights = np.array([[1, 3]]), np.array([[0.5, 0.5]])

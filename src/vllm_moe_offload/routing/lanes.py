@@ -81,7 +81,7 @@ def plan_lanes(
     admitted = admitted[np.argsort(place[admitted])]
     admitted = _last(admitted, int(limits[misses]))
     room = Room.of(table, policy, place, used, admitted)
-    admitted = _last(admitted, _capacity(room, table, hits, admitted, fetch_waves))
+    admitted = _last(admitted, _capacity(room, table, hits, fetch_waves))
 
     waves = fill(table, room, place, hits, admitted)
     if hits_apart and waves:
@@ -117,30 +117,20 @@ def _last(experts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     return experts[max(len(experts) - count, 0) :]
 
 
-def _capacity(
-    room: Room,
-    table: SlotTable,
-    hits: npt.NDArray[np.int64],
-    misses: npt.NDArray[np.int64],
-    num_waves: int,
-) -> int:
-    """How many of `misses`, less the least valued, so many waves hold.
+def _capacity(room: Room, table: SlotTable, hits: npt.NDArray[np.int64], num_waves: int) -> int:
+    """How many misses, the least valued of them left out, so many waves hold.
 
     One wave holds what fits beside the hits. Of more, the first fills the slots it takes from
     unused experts; each later one takes those of the experts that the step has finished with and
-    that are not to stay: the hits among them and what the wave before brought. As the misses that
-    stay come last, and there is a slot for each of them, the last wave holds all of those.
+    that are not to stay: the hits among them and what the wave before brought.
     """
     one = len(room.unused)
-    if num_waves == 1:
-        return one
     first = min(one, max(room.passing, room.going(table, room.unused)))
     slots = table.slot_of[hits].astype(np.int64)
-    evictable = int(np.count_nonzero(room.evictable))
     leaving = room.going(table, slots[room.evictable[slots]])
+    evictable = int(np.count_nonzero(room.evictable))
     later = min(evictable, max(room.passing, leaving + first))
-    staying = min(evictable, int(np.count_nonzero(room.staying[misses])))
-    return max(one, first + (num_waves - 2) * later + max(staying, later))
+    return max(one, first + (num_waves - 1) * later)
 
 
 def _apart(first: Wave) -> tuple[Wave, Wave]:
