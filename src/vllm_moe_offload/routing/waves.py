@@ -63,21 +63,68 @@ def plan_step(table: SlotTable, policy: Policy, used: npt.NDArray[np.bool_]) -> 
     hits = needed[in_slot]
     misses = needed[~in_slot]
     misses = misses[np.argsort(place[misses])]
-    evictable = policy.evictable(table.num_slots)
+    room = Room.of(table, policy, place, used, misses)
+    waves = fill(table, room, place, hits, misses)
+    return StepPlan(waves=waves, hits=len(hits), misses=len(misses))
 
-    passing = max(1, table.num_slots // PASSING_SHARE)
-    staying = _most_valued(table, place, needed)
-    overflows = len(misses) > len(_victims(table, place, evictable, used))
+
+@dataclass(frozen=True)
+class Room:
+    """What a step finds before its first fetch.
+
+    `evictable`: bool [S]. `unused`: slots that may be overwritten before anything is computed, in
+    the order they are taken. `staying`: bool [E + 1], the experts that should be in slots after
+    the step; the last entry is for EMPTY. `passing`: how many slots each wave of a step that
+    overflows passes its experts through, at least.
+    """
+
+    evictable: npt.NDArray[np.bool_]
+    unused: npt.NDArray[np.int64]
+    staying: npt.NDArray[np.bool_]
+    passing: int
+
+    @classmethod
+    def of(
+        cls,
+        table: SlotTable,
+        policy: Policy,
+        place: npt.NDArray[np.int64],
+        used: npt.NDArray[np.bool_],
+        misses: npt.NDArray[np.int64],
+    ) -> Room:
+        """For a step that uses the experts of `used` and fetches those of `misses`."""
+        evictable = policy.evictable(table.num_slots)
+        return cls(
+            evictable=evictable,
+            unused=_victims(table, place, evictable, used),
+            staying=_most_valued(table, place, misses),
+            passing=max(1, table.num_slots // PASSING_SHARE),
+        )
+
+    def going(self, table: SlotTable, slots: npt.NDArray[np.int64]) -> int:
+        """How many of these slots are empty or hold an expert that should not stay."""
+        return int(np.count_nonzero(~self.staying[table.expert_of[slots]]))
+
+
+def fill(
+    table: SlotTable,
+    room: Room,
+    place: npt.NDArray[np.int64],
+    hits: npt.NDArray[np.int64],
+    misses: npt.NDArray[np.int64],
+) -> tuple[Wave, ...]:
+    """The waves that compute `hits` and `misses` (least valued first); `table` is brought along."""
+    overflows = len(misses) > len(room.unused)
+    # After the first wave every resident has been computed or is not used by this step.
+    nobody = np.zeros(table.num_experts, np.bool_)
 
     waves: list[Wave] = []
     ready = hits
-    busy = used
     at = 0
     while at < len(misses) or (len(hits) and not waves):
-        victims = _victims(table, place, evictable, busy)
+        victims = _victims(table, place, room.evictable, nobody) if waves else room.unused
         if overflows:
-            going = np.count_nonzero(~staying[table.expert_of[victims]])
-            victims = victims[: max(passing, going)]
+            victims = victims[: max(room.passing, room.going(table, victims))]
         victims = victims[: len(misses) - at]
         fetched = misses[at : at + len(victims)]
         for expert, slot in zip(fetched, victims, strict=True):
@@ -91,18 +138,16 @@ def plan_step(table: SlotTable, policy: Policy, used: npt.NDArray[np.bool_]) -> 
             )
         )
         at += len(fetched)
-        # From the second wave on every resident has been computed or is not used by this step.
         ready = misses[:0]
-        busy = np.zeros_like(used)
-    return StepPlan(waves=tuple(waves), hits=len(hits), misses=len(misses))
+    return tuple(waves)
 
 
 def _most_valued(
-    table: SlotTable, place: npt.NDArray[np.int64], needed: npt.NDArray[np.intp]
+    table: SlotTable, place: npt.NDArray[np.int64], misses: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Bool [E + 1]: those that should be in slots after the step; the last entry is for EMPTY."""
+    """Bool [E + 1]: the S most valued of the residents and those fetched; the last is for EMPTY."""
     residents = table.expert_of[table.expert_of != EMPTY]
-    candidates = np.union1d(residents, needed)
+    candidates = np.concatenate((residents, misses))
     staying = np.zeros(table.num_experts + 1, np.bool_)
     staying[candidates[np.argsort(-place[candidates])][: table.num_slots]] = True
     return staying

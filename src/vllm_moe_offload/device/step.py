@@ -1,0 +1,239 @@
+"""A layer's decisions taken on the device: one launch a step, nothing read back.
+
+What is decided is `routing.plan_lanes`, number for number. The state lives in device memory, so
+that a captured graph goes on from where the step before it ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_moe_offload.routing import POLICIES, LanePlan, SlotTable, Wave
+
+MAX_EXPERTS = 512
+COUNTERS = ("steps", "hits", "misses", "fetched", "cpu_experts")
+
+# Ids read at once; more are read in turns.
+_MAX_BLOCK = 1024
+
+
+class DeviceStep:
+    """State and decisions of one layer.
+
+    Written by every launch, and read by the kernels after it, all int32:
+
+    - `expert_maps` ``[W, E + 1]``: for each wave expert -> slot, -1 for those it does not compute;
+    - `fetches` ``[W, E, 2]`` and `fetch_counts` ``[W]``: for each wave the (expert, slot) pairs to
+      copy before it, the first `fetch_counts` of them; what follows those is stale;
+    - `cpu_map` ``[E + 1]``: expert -> expert for those of the CPU lane, else -1.
+
+    Entry E of the maps is the sentinel that padding rows are routed to, always -1.
+
+    State, carried from step to step: `slot_of` int32 ``[E]``, the slot of each expert or -1 (the
+    empty slots are always the last ones); `last_used` int32 ``[E]``, the step of the last use or
+    -1; `value` int32 ``[E]``, what the policy counts; `step` int32 ``[1]``; `counters` int64
+    ``[len(COUNTERS)]``; `limits` int32 ``[E + 1]``, set by the host.
+
+    Args:
+        num_experts: E, at most `MAX_EXPERTS`.
+        num_slots: S, from 1 to E.
+        policy: A name of `routing.POLICIES`.
+        top_k: K, how many experts a token is routed to.
+        cache_topk: A miss is fetched only if it is one of so many heaviest of some token; 1 to K.
+        num_waves: W; each is a launch of the layer's kernel, whether it has experts or not.
+        hits_apart: The first wave is the hits alone, which needs no fetch; W is 2 or more then.
+        device: Where the tensors are.
+
+    Raises ValueError for numbers outside these.
+
+    Ages above 2**23 - 1 steps count as equal, where `plan_lanes` tells them apart.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        num_slots: int,
+        policy: str,
+        *,
+        top_k: int,
+        cache_topk: int,
+        num_waves: int,
+        hits_apart: bool = False,
+        device: torch.device,
+    ) -> None:
+        if not 1 <= num_experts <= MAX_EXPERTS:
+            raise ValueError(f"{num_experts} experts: the step takes 1 to {MAX_EXPERTS}")
+        if policy not in POLICIES:
+            raise ValueError(f"unknown policy {policy!r}; what exists: {', '.join(POLICIES)}")
+        if not 1 <= cache_topk <= top_k:
+            raise ValueError(f"cache_topk is {cache_topk}: give 1 to {top_k}, the model's top-k")
+        if num_waves <= hits_apart:
+            raise ValueError(f"{num_waves} waves leave none to fetch into: give {1 + hits_apart}")
+        self.num_experts = num_experts
+        self.policy = policy
+        self.top_k = top_k
+        self.cache_topk = cache_topk
+        self.num_waves = num_waves
+        self.hits_apart = hits_apart
+        self.num_slots = self._checked(num_slots)
+
+        def table(*shape: int, fill: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        # Ordinary tensors, so that the host may write to them in and out of inference mode.
+        with torch.inference_mode(False):
+            self.expert_maps = table(num_waves, num_experts + 1, fill=-1)
+            self.fetches = table(num_waves, num_experts, 2, fill=-1)
+            self.fetch_counts = table(num_waves, fill=0)
+            self.cpu_map = table(num_experts + 1, fill=-1)
+            self.slot_of = table(num_experts, fill=-1)
+            self.last_used = table(num_experts, fill=-1)
+            self.value = table(num_experts, fill=0)
+            self.step = table(1, fill=0)
+            self.counters = table(len(COUNTERS), fill=0, dtype=torch.int64)
+            self.limits = table(num_experts + 1, fill=num_experts)
+            # The step in which an expert was last heavy enough to be fetched: of no use after it.
+            self._last_heavy = table(num_experts, fill=-1)
+        self._kernel = _kernel()
+
+    def launch(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """Decide a step on the current stream; may be captured.
+
+        topk_ids: integers [T, K], a number outside 0..E-1 is no expert; topk_weights: floats
+        [T, K]. Both contiguous, on the tables' device. Raises ValueError for other shapes.
+        """
+        if topk_ids.shape != topk_weights.shape or topk_ids.shape[1:] != (self.top_k,):
+            raise ValueError(
+                f"ids {tuple(topk_ids.shape)} and weights {tuple(topk_weights.shape)}: "
+                f"both must be [T, {self.top_k}]"
+            )
+        if not (topk_ids.is_contiguous() and topk_weights.is_contiguous()):
+            raise ValueError("ids and weights must be contiguous")
+        total = topk_ids.numel()
+        width = max(_power_of_two(self.num_experts), 32)
+        self._kernel[(1,)](
+            topk_ids,
+            topk_weights,
+            self.limits,
+            self.step,
+            self.slot_of,
+            self.last_used,
+            self._last_heavy,
+            self.value,
+            self.expert_maps,
+            self.cpu_map,
+            self.fetches,
+            self.fetch_counts,
+            self.counters,
+            total,
+            self.num_slots,
+            E=self.num_experts,
+            K=self.top_k,
+            POLICY=self.policy,
+            CACHE_TOPK=self.cache_topk,
+            WAVES=self.num_waves,
+            HITS_APART=self.hits_apart,
+            BLOCK=min(_power_of_two(total), _MAX_BLOCK),
+            N=width,
+            num_warps=max(width // 32, 4),
+        )
+
+    def set_limits(self, limits: npt.NDArray[np.integer[Any]]) -> None:
+        """How many misses are fetched at most, by how many there are: [E + 1].
+
+        The table is all a captured step knows of the split between the lanes: a limit on the
+        experts fetched a step (`update_expert_num`) is folded into it. ``arange(E + 1)`` fetches
+        every miss that may be fetched, zeros leave every miss to the CPU.
+        """
+        if limits.shape != (self.num_experts + 1,):
+            raise ValueError(f"limits {limits.shape}: give one for 0 to {self.num_experts} misses")
+        self.limits.copy_(torch.from_numpy(limits.astype(np.int32)))
+
+    def reset(self) -> None:
+        """Forget what is in the slots, what the policy has seen, and the counters."""
+        self.invalidate()
+        self.last_used.fill_(-1)
+        self._last_heavy.fill_(-1)
+        self.value.zero_()
+        self.step.zero_()
+        self.counters.zero_()
+
+    def invalidate(self) -> None:
+        """Every slot is empty: the experts in host memory, or the slots' memory, have changed."""
+        self.slot_of.fill_(-1)
+
+    def resize(self, num_slots: int) -> None:
+        """Start again with `num_slots` empty slots; the policy keeps what it has seen.
+
+        The number is an argument of the launch: a graph captured before must be captured again.
+        Raises ValueError for less than one slot or more than there are experts.
+        """
+        self.num_slots = self._checked(num_slots)
+        self.invalidate()
+
+    def seed(self, table: SlotTable) -> None:
+        """Take over what `table` says is in the slots.
+
+        Raises ValueError if it is of other sizes, or an empty slot is followed by a filled one.
+        """
+        if (table.num_experts, table.num_slots) != (self.num_experts, self.num_slots):
+            raise ValueError(
+                f"a table of {table.num_experts} experts and {table.num_slots} slots for a layer "
+                f"of {self.num_experts} and {self.num_slots}"
+            )
+        empty = table.expert_of < 0
+        if np.any(empty[:-1] & ~empty[1:]):
+            raise ValueError("the empty slots of a table must be its last ones")
+        self.slot_of.copy_(torch.from_numpy(table.slot_of))
+
+    def read_table(self) -> SlotTable:
+        """A copy of what is in the slots; waits for the device."""
+        table = SlotTable(self.num_experts, self.num_slots)
+        for expert, slot in enumerate(self.slot_of.tolist()):
+            if slot >= 0:
+                table.place(expert, slot)
+        return table
+
+    def read_plan(self) -> LanePlan:
+        """What the last launch decided, its hits and misses included; waits for the device."""
+        waves = []
+        for wave in range(self.num_waves):
+            slots = self.expert_maps[wave].tolist()
+            pairs = self.fetches[wave, : int(self.fetch_counts[wave])].tolist()
+            fetched = [expert for expert, _ in pairs]
+            ready = [e for e, slot in enumerate(slots) if slot >= 0 and e not in fetched]
+            experts = (*ready, *fetched)
+            waves.append(Wave(experts, tuple(slots[e] for e in experts), len(fetched)))
+        cpu = tuple(e for e in self.cpu_map.tolist() if e >= 0)
+        fetches = sum(wave.fetched for wave in waves)
+        return LanePlan(
+            waves=tuple(waves),
+            cpu=cpu,
+            hits=sum(len(wave.experts) for wave in waves) - fetches,
+            misses=fetches + len(cpu),
+        )
+
+    def read_counters(self) -> dict[str, int]:
+        """Sums over all steps since the last reset, by the names of `COUNTERS`; waits."""
+        return dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+
+    def _checked(self, num_slots: int) -> int:
+        if not 1 <= num_slots <= self.num_experts:
+            raise ValueError(f"{num_slots} slots: give 1 to {self.num_experts}")
+        return num_slots
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest one that is at least `n`, and 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _kernel() -> Any:
+    """The kernel; imported late, since only a CUDA device has Triton for certain."""
+    from vllm_moe_offload.device.step_kernel import step_kernel
+
+    return step_kernel

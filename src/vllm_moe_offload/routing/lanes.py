@@ -1,0 +1,142 @@
+"""What one step does when its number of waves is fixed: the rest of the misses is the CPU's.
+
+A captured step cannot take as many waves as it needs, and need not fetch every miss. So each miss
+is either *admitted*, fetched into a slot and computed there, or computed by the CPU lane. What is
+here is plain Python; a device makes the same decisions on its own (`device/step.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_moe_offload.routing.policy import Policy
+from vllm_moe_offload.routing.table import EMPTY, SlotTable
+from vllm_moe_offload.routing.waves import Room, Wave, fill
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """One step of one layer: every expert it uses is in exactly one wave, or in `cpu`.
+
+    `waves`: as many as were asked for, the unused ones empty. `cpu`: ascending.
+    """
+
+    waves: tuple[Wave, ...]
+    cpu: tuple[int, ...]
+    hits: int
+    misses: int
+
+    @property
+    def fetched(self) -> int:
+        """How many experts are copied into slots."""
+        return sum(wave.fetched for wave in self.waves)
+
+
+def plan_lanes(
+    table: SlotTable,
+    policy: Policy,
+    ids: npt.NDArray[np.integer],
+    weights: npt.NDArray[np.floating],
+    limits: npt.NDArray[np.integer],
+    *,
+    cache_topk: int,
+    num_waves: int,
+    hits_apart: bool = False,
+) -> LanePlan:
+    """Decide one step and bring `table` and `policy` to their state after it.
+
+    Args:
+        table: At least one slot.
+        policy: Is shown the step here.
+        ids: [T, K], the experts of each token; any number outside 0..E-1 is no expert (a row of
+            padding has the sentinel E throughout).
+        weights: [T, K], those of `ids`.
+        limits: [E + 1], how many misses are fetched at most, by how many there are in the step.
+        cache_topk: A miss is fetched only if it is, for at least one token, one of that token's so
+            many heaviest experts; of equal weights the first in the row counts as the heavier.
+        num_waves: How many waves there are.
+        hits_apart: The first wave computes the hits and waits for no fetch, so that they can be
+            computed while the others arrive; those have one wave less.
+
+    Raises ValueError if there is no wave to fetch into.
+
+    Of the misses that may be fetched the most valued are, as many as the limit allows and the
+    waves hold; with enough waves the step is the one of `plan_step`.
+    """
+    fetch_waves = num_waves - hits_apart
+    if fetch_waves < 1:
+        raise ValueError(f"{num_waves} waves leave none to fetch into: give {1 + hits_apart}")
+    used = _marked(table.num_experts, ids)
+    policy.observe(used)
+    place = policy.order()
+    is_miss = used & (table.slot_of == EMPTY)
+    hits = np.flatnonzero(used & ~is_miss)
+    misses = int(is_miss.sum())
+
+    heavy = _marked(table.num_experts, ids[_heaviest(weights, cache_topk)])
+    admitted = np.flatnonzero(is_miss & heavy)
+    admitted = admitted[np.argsort(place[admitted])]
+    admitted = _last(admitted, int(limits[misses]))
+    room = Room.of(table, policy, place, used, admitted)
+    admitted = _last(admitted, _capacity(room, table, hits, fetch_waves))
+
+    waves = fill(table, room, place, hits, admitted)
+    if hits_apart and waves:
+        waves = (*_apart(waves[0]), *waves[1:])
+    cpu = is_miss
+    cpu[admitted] = False
+    return LanePlan(
+        waves=waves + (Wave((), (), 0),) * (num_waves - len(waves)),
+        cpu=tuple(np.flatnonzero(cpu).tolist()),
+        hits=len(hits),
+        misses=misses,
+    )
+
+
+def _marked(num_experts: int, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """Bool [E]: the experts that `ids` names."""
+    marks = np.zeros(num_experts, np.bool_)
+    marks[ids[(ids >= 0) & (ids < num_experts)]] = True
+    return marks
+
+
+def _heaviest(weights: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.bool_]:
+    """Bool [T, K]: the `count` heaviest of each row, the first ones of equals."""
+    this, other = weights[:, :, None], weights[:, None, :]
+    k = np.arange(weights.shape[1])
+    goes_before = (other > this) | ((other == this) & (k[None, :] < k[:, None]))
+    is_heavy: npt.NDArray[np.bool_] = goes_before.sum(2) < count
+    return is_heavy
+
+
+def _last(experts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The most valued `count` of experts that are sorted by value."""
+    return experts[max(len(experts) - count, 0) :]
+
+
+def _capacity(room: Room, table: SlotTable, hits: npt.NDArray[np.int64], num_waves: int) -> int:
+    """How many misses, the least valued of them left out, so many waves hold.
+
+    One wave holds what fits beside the hits. Of more, the first fills the slots it takes from
+    unused experts; each later one takes those of the experts that the step has finished with and
+    that are not to stay: the hits among them and what the wave before brought.
+    """
+    one = len(room.unused)
+    first = min(one, max(room.passing, room.going(table, room.unused)))
+    slots = table.slot_of[hits].astype(np.int64)
+    leaving = room.going(table, slots[room.evictable[slots]])
+    evictable = int(np.count_nonzero(room.evictable))
+    later = min(evictable, max(room.passing, leaving + first))
+    return max(one, first + (num_waves - 1) * later)
+
+
+def _apart(first: Wave) -> tuple[Wave, Wave]:
+    """The first wave as two: what is there already, and what is fetched."""
+    here = len(first.experts) - first.fetched
+    return (
+        Wave(first.experts[:here], first.slots[:here], 0),
+        Wave(first.experts[here:], first.slots[here:], first.fetched),
+    )

@@ -1,0 +1,151 @@
+"""Properties of a step of a fixed number of waves, for every policy, capacity and routing."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.routing.steps import Layer, layers, steps, used_by
+from tests.routing.test_waves import as_mask, assert_bijection
+from tests.routing.test_waves import replay as replay_waves
+from vllm_moe_offload.routing import (
+    POLICIES,
+    LanePlan,
+    Residency,
+    SlotTable,
+    StepPlan,
+    make_policy,
+    plan_lanes,
+)
+
+SEED = st.integers(0, 2**32 - 1)
+
+
+def replay(before: np.ndarray, plan: LanePlan, used: set[int]) -> np.ndarray:
+    """Carry the plan out on a plain list of slots, checking everything; returns the contents."""
+    assert len(plan.waves) and set(plan.cpu) <= used
+    assert len(plan.cpu) == len(set(plan.cpu)) == plan.misses - plan.fetched
+    waves = StepPlan(waves=plan.waves, hits=plan.hits, misses=plan.fetched)
+    return replay_waves(before, waves, used - set(plan.cpu))
+
+
+def heavy(ids: np.ndarray, weights: np.ndarray, count: int) -> set[int]:
+    """By sorting, where `plan_lanes` compares pairs."""
+    rows = zip(ids.tolist(), weights.tolist(), strict=True)
+    return {row[k] for row, w in rows for k in sorted(range(len(w)), key=lambda k: -w[k])[:count]}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), seed=SEED)
+def test_every_used_expert_is_in_one_wave_or_on_the_cpu(
+    policy: str, data: st.DataObject, seed: int
+) -> None:
+    layer = data.draw(layers(policy))
+    table = SlotTable(layer.num_experts, layer.num_slots)
+    seen = make_policy(policy, layer.num_experts)
+    for ids, weights, limits in steps(layer, np.random.default_rng(seed), 8):
+        before = table.expert_of.copy()
+        plan = plan_lanes(table, seen, ids, weights, limits, **layer.lanes)
+        after = replay(before, plan, used_by(ids, layer.num_experts))
+        np.testing.assert_array_equal(after, table.expert_of)
+        assert_bijection(table)
+        assert len(plan.waves) == layer.num_waves
+        empty = table.expert_of < 0
+        assert not np.any(empty[:-1] & ~empty[1:]), "an empty slot before a filled one"
+        if layer.hits_apart:
+            hits, fetched, *_ = plan.waves
+            assert hits.fetched == 0 and len(hits.experts) == plan.hits
+            assert fetched.fetched == len(fetched.experts)
+            assert not set(hits.slots) & set(fetched.slots), "overwritten while it is computed"
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), seed=SEED)
+def test_what_is_fetched_is_heavy_and_the_most_valued_and_as_much_as_there_may_be(
+    data: st.DataObject, seed: int
+) -> None:
+    layer = data.draw(layers())
+    table = SlotTable(layer.num_experts, layer.num_slots)
+    policy = make_policy(layer.policy, layer.num_experts)
+    for ids, weights, limits in steps(layer, np.random.default_rng(seed), 8):
+        before = deepcopy((table, policy))
+        plan = plan_lanes(table, policy, ids, weights, limits, **layer.lanes)
+        fetched = {e for wave in plan.waves for e, _ in wave.fetches}
+        missed = fetched | set(plan.cpu)
+        may = missed & heavy(ids, weights, layer.cache_topk)
+        assert fetched <= may
+        assert len(fetched) <= limits[plan.misses]
+        place = policy.order()
+        assert not fetched or all(place[e] < min(place[list(fetched)]) for e in may - fetched), (
+            "a more valued one was left to the CPU"
+        )
+        if len(fetched) < min(len(may), limits[plan.misses]):
+            enough = layer.num_experts + 2
+            one_more = np.full(layer.num_experts + 1, len(fetched) + 1)
+            lanes = layer.lanes | {"num_waves": enough}
+            wider = plan_lanes(*before, ids, weights, one_more, **lanes)
+            assert any(w.experts for w in wider.waves[layer.num_waves :]), "one more would fit"
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), seed=SEED)
+def test_without_limits_it_is_the_eager_step(data: st.DataObject, seed: int) -> None:
+    layer = data.draw(layers())
+    layer = replace(
+        layer, cache_topk=layer.top_k, num_waves=layer.num_experts + 1, hits_apart=False
+    )
+    eager = Residency(layer.num_experts, layer.num_slots, layer.policy)
+    table = SlotTable(layer.num_experts, layer.num_slots)
+    policy = make_policy(layer.policy, layer.num_experts)
+    limits = np.arange(layer.num_experts + 1)
+    for ids, weights, _ in steps(layer, np.random.default_rng(seed), 8):
+        expected = eager.step(as_mask(layer.num_experts, used_by(ids, layer.num_experts)))
+        plan = plan_lanes(table, policy, ids, weights, limits, **layer.lanes)
+        waves = tuple(wave for wave in plan.waves if wave.experts)
+        assert StepPlan(waves=waves, hits=plan.hits, misses=plan.misses) == expected
+        assert plan.cpu == ()
+        np.testing.assert_array_equal(table.expert_of, eager.table.expert_of)
+
+
+def test_a_crowd_goes_in_one_wave_where_more_waves_would_hold_less() -> None:
+    """Two waves through two slots each, to keep the valued, would leave more to the CPU."""
+    table, policy = SlotTable(24, 8), make_policy("lfu", 24)
+    experts = np.arange(24).reshape(1, 24)
+    fetched = []
+    for ids in (*[experts[:, :8]] * 4, experts[:, 8:]):
+        plan = plan_lanes(
+            table, policy, ids, np.ones(ids.shape), np.arange(25), cache_topk=24, num_waves=2
+        )
+        fetched.append([wave.fetched for wave in plan.waves])
+    assert fetched == [[8, 0], [0, 0], [0, 0], [0, 0], [8, 0]]
+
+
+def test_nothing_fetched_leaves_every_miss_to_the_cpu() -> None:
+    table, policy = SlotTable(4, 2), make_policy("lru", 4)
+    ids, weights = np.array([[1, 3]]), np.array([[0.5, 0.5]])
+    none = np.zeros(5, np.int64)
+    plan = plan_lanes(table, policy, ids, weights, none, cache_topk=2, num_waves=1)
+    assert (plan.cpu, plan.fetched) == ((1, 3), 0)
+
+
+def test_of_equal_weights_the_first_is_the_heavier() -> None:
+    table, policy = SlotTable(4, 2), make_policy("lru", 4)
+    ids, weights = np.array([[3, 1], [2, 0]]), np.array([[0.5, 0.5], [0.4, 0.6]])
+    plan = plan_lanes(table, policy, ids, weights, np.arange(5), cache_topk=1, num_waves=1)
+    assert (plan.cpu, plan.waves[0].experts) == ((1, 2), (0, 3))
+
+
+@pytest.mark.parametrize(("num_waves", "hits_apart"), [(0, False), (1, True)])
+def test_no_wave_to_fetch_into_is_refused(num_waves: int, hits_apart: bool) -> None:
+    layer = Layer(4, 2, "lru", 2, 2, num_waves, hits_apart)
+    ids, weights = np.array([[1, 3]]), np.array([[0.5, 0.5]])
+    with pytest.raises(ValueError, match="waves leave none"):
+        plan_lanes(
+            SlotTable(4, 2), make_policy("lru", 4), ids, weights, np.arange(5), **layer.lanes
+        )
