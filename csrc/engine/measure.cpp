@@ -9,6 +9,7 @@ namespace moe {
 namespace {
 
 constexpr int64_t kPiece = int64_t{1} << 20;
+constexpr int64_t kAhead = 4096;
 
 struct Reading {
   const std::byte* memory;
@@ -22,6 +23,8 @@ void read_task(const void* context, int64_t task, int) {
   const int64_t end = std::min(begin + kPiece, reading.bytes) / 64 * 64;
   uint64_t sums[8] = {};
   for (int64_t at = begin; at < end; at += 64) {
+    // As the kernels do: the hardware's own prefetching leaves bandwidth unused.
+    __builtin_prefetch(reading.memory + at + kAhead, 0, 3);
     uint64_t line[8];
     std::memcpy(line, reading.memory + at, sizeof line);
     for (int i = 0; i < 8; ++i) sums[i] ^= line[i];

@@ -17,6 +17,11 @@ constexpr int64_t kScratchBytes = int64_t{1} << 30;
 // Tasks a thread should find in a phase, so that the last ones to end do not keep it waiting long.
 constexpr int64_t kTasksPerThread = 16;
 
+// Where many tokens are packed the tasks are fewer and of more rows: each reads all of its group's
+// tokens, from the cache that the cores share, and should use them for many rows.
+constexpr int64_t kPackedTasksPerThread = 4;
+constexpr int64_t kPackedRows = 8 * kRowBlock;
+
 constexpr int64_t kPrepareTokens = 16;
 
 // Scratch is counted for this many tokens at a time: whatever the top_k, whole cache lines.
@@ -31,9 +36,11 @@ int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) 
 int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
 
 // Rows of a task when `rows` rows are cut for each of `repeats` groups.
-int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads) {
-  const int64_t wanted = rows * repeats / (threads * kTasksPerThread);
-  return std::clamp(wanted / kRowAlign * kRowAlign, kRowAlign, kRowBlock);
+int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads, bool packed) {
+  const int64_t tasks = threads * (packed ? kPackedTasksPerThread : kTasksPerThread);
+  const int64_t wanted = rows * repeats / tasks;
+  const int64_t unit = packed ? kRowBlock : kRowAlign;
+  return std::clamp(wanted / unit * unit, unit, packed ? kPackedRows : kRowBlock);
 }
 
 // One a core less what vLLM's own process needs: its engine thread is busy while ours compute. With
@@ -222,7 +229,8 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
               .buffers = buffers,
               .buffer_stride = buffer_stride_};
   const int64_t inner_rows = job.inner_end - job.inner_begin;
-  chunk.up_rows = rows_per_task(inner_rows, pairs.group_count(), pool.threads());
+  const bool packed = pairs.block_count() > 0;
+  chunk.up_rows = rows_per_task(inner_rows, pairs.group_count(), pool.threads(), packed);
   const int64_t blocks = ceil_div(inner_rows, chunk.up_rows);
   int64_t threads = 0;
   for (size_t node = 0; node < pool.node_threads().size(); ++node) {
@@ -230,7 +238,7 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
     engine_->node_blocks_[node] = blocks * threads / pool.threads();
     engine_->node_ends_[node] = engine_->node_blocks_[node] * pairs.group_count();
   }
-  chunk.down_rows = rows_per_task(layer_.hidden, 1, pool.threads());
+  chunk.down_rows = rows_per_task(layer_.hidden, 1, pool.threads(), packed);
 
   const Phase phases[] = {
       {chunk.prepare_tasks + pairs.block_count(), prepare_task},

@@ -133,8 +133,8 @@ const std::vector<Isa>& available_isas() {
 const Isa& select_isa(const std::string& name) {
   const std::vector<Isa>& isas = available_isas();
   if (name.empty()) {
-    const auto automatic = [](const Isa& isa) { return isa.acquire == nullptr; };
-    return *std::find_if(isas.rbegin(), isas.rend(), automatic);
+    const auto usable = [](const Isa& isa) { return isa.acquire == nullptr || isa.acquire(); };
+    return *std::find_if(isas.rbegin(), isas.rend(), usable);
   }
   std::string known;
   for (const Isa& isa : isas) {

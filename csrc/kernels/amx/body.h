@@ -17,29 +17,35 @@ template <class W>
 struct TilePair {
   TileRows first;
   TileRows second;
-  int64_t ahead;  // to the pair that comes next in memory; 0: nothing to fetch
+  Ahead ahead;  // the pair that comes next in memory
 
   // `rows1` 0: the second tile is a copy whose results nobody reads.
   TilePair(const moe::Matrix& matrix, int64_t expert, int64_t row0, int64_t rows0, int64_t row1,
            int64_t rows1, int64_t step, int64_t k, int64_t columns, std::byte* buffer) {
+    const auto weights = W::row(matrix, expert, row0, k);
+    const std::byte* const from = W::address(weights, 0);
+    const int64_t between = rows1 > 0 ? (row1 - row0) * matrix.row_bytes : 0;
+    const int64_t stride = step * matrix.row_bytes;
+    const std::byte* const next = from + (row1 == row0 + kTile ? 2 * kTile : kTile) * stride;
+    ahead = {.first = {next, stride},
+             .second = {next + between, stride},
+             .lines = (W::address(weights, columns) - from + 63) / 64,
+             .line = 0,
+             .every = 1};
     const bool whole = rows0 == kTile && (rows1 == kTile || rows1 == 0);
     if (W::kInPlace && whole && columns % kTileColumns == 0) {
-      first = {weight_row(matrix, expert, row0) + k * W::kInPlaceBytes, step * matrix.row_bytes};
-      second = first;
-      if (rows1 > 0) second.base = weight_row(matrix, expert, row1) + k * W::kInPlaceBytes;
-      const int64_t next = rows1 == kTile && row1 == row0 + kTile ? 2 * kTile : kTile;
-      ahead = next * first.stride;
+      first = {from, stride};
+      second = {from + between, stride};
       return;
     }
-    ahead = 0;
-    const int64_t stride = tile_steps(columns) * 64;
-    unpack_rows<W>(matrix, expert, row0, step, rows0, k, columns, buffer, stride);
-    first = {buffer, stride};
+    const int64_t unpacked = tile_steps(columns) * 64;
+    unpack_rows<W>(matrix, expert, row0, step, rows0, k, columns, buffer, unpacked);
+    first = {buffer, unpacked};
     second = first;
     if (rows1 > 0) {
-      second.base = buffer + kTile * stride;
-      unpack_rows<W>(matrix, expert, row1, step, rows1, k, columns, buffer + kTile * stride,
-                     stride);
+      second.base = buffer + kTile * unpacked;
+      unpack_rows<W>(matrix, expert, row1, step, rows1, k, columns, buffer + kTile * unpacked,
+                     unpacked);
     }
   }
 };
@@ -49,14 +55,12 @@ template <class W, class Done>
 inline void over_blocks(const TilePair<W>& rows, const std::byte* packed, int64_t steps,
                         int64_t begin, int64_t end, const Done& done) {
   Quarters quarters;
-  for (int64_t block = begin; block < end; block += 2) {
+  Ahead ahead = rows.ahead;
+  ahead.every = (end - begin + 1) / 2;
+  for (int64_t block = begin; block < end; block += 2, ++ahead.line) {
     const std::byte* b0 = packed + block * steps * kTileBytes;
     const std::byte* b1 = block + 1 < end ? b0 + steps * kTileBytes : b0;
-    if (block == begin && rows.ahead != 0) {
-      multiply<true>(rows.first, rows.second, b0, b1, steps, rows.ahead, quarters);
-    } else {
-      multiply<false>(rows.first, rows.second, b0, b1, steps, 0, quarters);
-    }
+    multiply(rows.first, rows.second, b0, b1, steps, ahead, quarters);
     done(block, quarters);
   }
 }

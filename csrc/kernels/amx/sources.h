@@ -8,7 +8,6 @@ namespace {
 
 struct Bf16Tiles : Bf16Pairs {
   static constexpr bool kInPlace = true;
-  static constexpr int64_t kInPlaceBytes = sizeof(moe::Bf16);
   static __m512i load_bf16(const Row& row, int64_t k, int64_t count) {
     return (__m512i)(count < kStep ? load_tail(row, k, count) : load(row, k));
   }
@@ -17,7 +16,6 @@ struct Bf16Tiles : Bf16Pairs {
 template <class W>
 struct UnpackedTiles : W {
   static constexpr bool kInPlace = false;
-  static constexpr int64_t kInPlaceBytes = 0;
   // 32 columns in their natural order; `count` of them are there.
   static __m512i load_bf16(const typename W::Row& row, int64_t k, int64_t count) {
     const V::Pair pair = count < W::kStep ? W::load_tail(row, k, count) : W::load(row, k);

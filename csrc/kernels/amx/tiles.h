@@ -87,17 +87,28 @@ struct Quarters {
   alignas(64) float value[2][2][16][16];  // [row tile][token tile][row][token]
 };
 
+// The weight rows that are needed next, as they lie in memory, and which of their cache lines to
+// fetch now: `line`, `line + every`, ... Fetched all at once they would come no faster than memory
+// gives them, and the tiles would wait.
+struct Ahead {
+  TileRows first;
+  TileRows second;
+  int64_t lines;  // of a row; 0: nothing to fetch
+  int64_t line;
+  int64_t every;
+};
+
 // Weights a0 and a1 by packed tokens b0 and b1 (see pack.h) over `steps` times 32 columns.
-// Four products share four loads. With kPrefetch, the weights `ahead` bytes further on are fetched.
-template <bool kPrefetch>
+// Four products share four loads.
 inline void multiply(const TileRows& a0, const TileRows& a1, const std::byte* b0,
-                     const std::byte* b1, int64_t steps, int64_t ahead, Quarters& out) {
+                     const std::byte* b1, int64_t steps, const Ahead& ahead, Quarters& out) {
   // GCC's tileloadd does not say that it reads memory: whatever was written there has to be by now.
   __asm__ volatile("" ::: "memory");
   MOE_TILE_ZERO(0);
   MOE_TILE_ZERO(1);
   MOE_TILE_ZERO(2);
   MOE_TILE_ZERO(3);
+  int64_t next = ahead.line;
   for (int64_t k = 0; k < steps; ++k) {
     const std::byte* w0 = a0.base + k * 64;
     const std::byte* w1 = a1.base + k * 64;
@@ -109,12 +120,13 @@ inline void multiply(const TileRows& a0, const TileRows& a1, const std::byte* b0
     MOE_TILE_LOAD(5, w1, a1.stride);
     MOE_TILE_MULTIPLY(2, 5, 6);
     MOE_TILE_MULTIPLY(3, 5, 7);
-    if constexpr (kPrefetch) {
+    if (k == next && next < ahead.lines) {
       // Into L2: the next rows are 16 pages on, and L1 has no room for them all.
       for (int r = 0; r < 16; ++r) {
-        __builtin_prefetch(w0 + ahead + r * a0.stride, 0, 2);
-        __builtin_prefetch(w1 + ahead + r * a1.stride, 0, 2);
+        __builtin_prefetch(ahead.first.base + next * 64 + r * ahead.first.stride, 0, 2);
+        __builtin_prefetch(ahead.second.base + next * 64 + r * ahead.second.stride, 0, 2);
       }
+      next += ahead.every;
     }
   }
   MOE_TILE_STORE(0, out.value[0][0], 64);

@@ -30,8 +30,7 @@ class CpuExpertEngine:
             affinity counts, SMT siblings do not). None leaves one to vLLM's own process where
             there are four or more, and takes the others.
         isa: An instruction set among `isas_available`. None takes the one that the environment
-            variable `VLLM_MOE_OFFLOAD_ISA` names, else the fastest but for AMX, which has to
-            be named: it has not been measured on hardware yet.
+            variable `VLLM_MOE_OFFLOAD_ISA` names, else the fastest.
 
     Raises:
         ValueError: More threads than cores, or an instruction set this host or build lacks; the
