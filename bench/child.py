@@ -86,12 +86,15 @@ class Child:
 
     def run(self) -> None:
         """Start the engine and measure every cell."""
+        import torch
         from vllm import LLM
         from vllm.plugins import load_general_plugins
 
         # First, since the plugin adds to the same class as `_watch_loading`.
         load_general_plugins()
         self._watch_loading()
+        if self.order["stock_offload"] and torch.cuda.is_available():
+            fill_quickly()
         engine = dict(self.order["engine"])
         for name in ("cpu_offload_params", "offload_params"):
             if name in engine:
@@ -162,22 +165,56 @@ class Child:
         load = WorkerWrapperBase.load_model
 
         def load_model(worker: Any, *args: Any, **kwargs: Any) -> None:
-            with Sampler() as seen:
-                began = time.perf_counter()
-                load(worker, *args, **kwargs)
-                seconds = time.perf_counter() - began
-            if self.order["stock_offload"] and not offloaded_bytes():
-                raise RuntimeError("vLLM took the settings and offloaded nothing")
-            grew = seen.gpu_now() - seen.gpu_before
-            dense = dense_bytes(worker.worker.get_model())
-            self._single("load_s", "s", seconds)
-            self._single("peak_gpu_gib", "GiB", (seen.gpu_most - seen.gpu_before) / _GIB)
-            self._single("peak_host_gib", "GiB", (seen.host_before - seen.host_least) / _GIB)
-            self._single("expert_gpu_gib", "GiB", max(0, grew - dense) / _GIB)
+            for repeat in range(self.order["repeats"]):
+                if repeat:
+                    forget_model(worker)
+                with Sampler() as seen:
+                    began = time.perf_counter()
+                    load(worker, *args, **kwargs)
+                    seconds = time.perf_counter() - began
+                if self.order["stock_offload"] and not offloaded_bytes():
+                    raise RuntimeError("vLLM took the settings and offloaded nothing")
+                grew = seen.gpu_now() - seen.gpu_before
+                dense = dense_bytes(worker.worker.get_model())
+                self._single("load_s", "s", seconds)
+                self._single("peak_gpu_gib", "GiB", (seen.gpu_most - seen.gpu_before) / _GIB)
+                self._single("peak_host_gib", "GiB", (seen.host_before - seen.host_least) / _GIB)
+                self._single("expert_gpu_gib", "GiB", max(0, grew - dense) / _GIB)
             if self.order["task"] == "load":
                 raise _Loaded
 
         WorkerWrapperBase.load_model = load_model
+
+
+def forget_model(worker: Any) -> None:
+    """Free the model that a worker has loaded, so that it can be loaded again."""
+    worker.worker.model_runner.model = None
+    worker.__dict__.pop("_moe_offload_runtime", None)
+    worker.vllm_config.compilation_config.static_forward_context.clear()
+    gc.collect()
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def fill_quickly() -> None:
+    """Let vLLM draw the dummy weights that it keeps on the host on the GPU: it has one thread."""
+    import torch
+    from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+    original = weight_utils.initialize_single_dummy_weight
+
+    def fill(param: Any, low: float = -1e-3, high: float = 1e-3, *rest: Any, **more: Any) -> None:
+        if param.device.type == "cpu" and param.dtype in (torch.bfloat16, torch.float16):
+            drawn = torch.empty(param.shape, dtype=param.dtype, device="cuda")
+            param.data.copy_(drawn.uniform_(low, high))
+        else:
+            original(param, low, high, *rest, **more)
+
+    for module in (weight_utils, dummy_loader):
+        if hasattr(module, original.__name__):
+            setattr(module, original.__name__, fill)
 
 
 def offloaded_bytes() -> int:
@@ -251,6 +288,9 @@ def main() -> None:
         if order["routing"] is not None:
             os.environ[ROUTING_VARIABLE] = order["routing"]
         Child(order).run()
+    # Everything is written: ending a process that has used a GPU in order takes ten seconds.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m bench.load --layers 4 --load-format auto --json FILE     a random checkpoint's files
     python -m bench.load --layers 24 --json FILE                       weights made up
 
-An engine is started for each repeat and ended when it has loaded. Memory is what it grew by while
+A contestant's worker loads the model as often as is asked and forgets it in between, all in one
+process; the first time has what is done once in it. Memory is what it grew by while
 loading: torch's on the GPU, the host's as the kernel counts what is available. Files are written
 just before, so that they are read from the page cache.
 """
@@ -32,28 +33,23 @@ def main() -> None:
                 parser.error("checkpoints are written in bf16 only: --load-format dummy")
             models.write_checkpoint(options.model, session.shape.layers, session.model)
         engine = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 1024}
-        session.prepare(options.repeats * len(options.contestants))
-        # In turns, so that what changes on the machine meanwhile changes for all.
-        singles: dict[str, list[list[Row]]] = {name: [] for name in options.contestants}
-        for _ in range(options.repeats):
-            for name in options.contestants:
-                singles[name].append(session.figures(name, [Cell("model")], engine))
-        session.add([row for name in singles for row in _merge(singles[name])])
+        session.prepare(len(options.contestants))
+        for name in options.contestants:
+            session.add(_merge(session.figures(name, [Cell("model")], engine)))
     print(report.table(session.rows, "load_s"))
 
 
-def _merge(repeats: list[list[Row]]) -> list[Row]:
-    """One row a metric over the repeats; what failed in any of them is a row without a value."""
+def _merge(rows: list[Row]) -> list[Row]:
+    """One row a metric over the repeats; too few of them are a row without a value."""
     made = []
+    notes = [row["note"] for row in rows if row.get("note")]
     for metric, unit in METRICS.items():
-        found = [row for rows in repeats for row in rows if row["metric"] == metric]
-        values = [row["value"] for row in found if row["value"] is not None]
-        template = dict(repeats[0][0]) | {"metric": metric, "unit": unit, "routing": None}
+        values = [r["value"] for r in rows if r["metric"] == metric and r["value"] is not None]
+        template = rows[0] | {"metric": metric, "unit": unit, "routing": None}
         template.pop("note", None)
         try:
             made.append(template | summary(values))
         except ValueError as error:
-            notes = [row["note"] for rows in repeats for row in rows if row.get("note")]
             nothing = dict.fromkeys(("value", "min", "max", "repeats"))
             made.append(template | nothing | {"note": (notes or [str(error)])[0]})
     return made

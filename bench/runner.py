@@ -221,6 +221,7 @@ class Session:
         base = self.folder / f"{self._numbered:02}-{contestant.name}"
         order = {
             "task": self.run.bench,
+            "repeats": self.options.repeats if self.run.bench == "load" else 1,
             "ours": contestant.name in OURS,
             "stock_offload": contestant.name in ("vllm-uva", "vllm-prefetch"),
             "engine": self._engine() | engine | contestant.engine,

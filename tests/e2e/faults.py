@@ -55,7 +55,7 @@ def scale_one_tensor(patch: pytest.MonkeyPatch, caches: type[SlotCache]) -> None
         wrong: Any = self.tensors[names[-1]]
         for expert, slot in pairs:
             if expert == 3:
-                wrong[slot].mul_(1.5)
+                wrong[slot].mul_(4)
 
     patch.setattr(caches, "fetch", faulty)
 

@@ -6,6 +6,8 @@ import gc
 import mmap
 import os
 import re
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -63,11 +65,13 @@ def test_memory_is_exact_registered_whole_and_given_back() -> None:
     assert process.memory_info().rss - before < 8 << 20, "addresses only until prepare"
     assert not registry.registered
     store.prepare()
+    store.wait(tensors.values())
     taken = process.memory_info().rss - before
     assert taken <= 40 * layout.nbytes * 1.03 + (8 << 20)
     assert taken >= 40 * layout.nbytes * 0.97 - (8 << 20)
     assert sum(registry.registered.values()) == 40 * layout.nbytes
     store.prepare()  # nothing is registered twice
+    store.wait(tensors.values())
     view = tensors["w2_weight"][3]
     del tensors
     gc.collect()
@@ -76,6 +80,46 @@ def test_memory_is_exact_registered_whole_and_given_back() -> None:
     gc.collect()
     assert not registry.registered
     assert process.memory_info().rss - before < 40 * layout.nbytes * 0.2
+
+
+def test_blocks_that_are_waited_for_come_first() -> None:
+    first_may_end, order = threading.Event(), []
+
+    def register(address: int, nbytes: int) -> None:
+        order.append(address)
+        if len(order) == 1:
+            first_may_end.wait(10)
+
+    store = HostStore(register, lambda address: None)
+    layers = [store.allocate(spec().layout, 4) for _ in range(4)]
+    store.prepare()
+    while not order:
+        time.sleep(0.001)
+    waiter = threading.Thread(target=store.wait, args=(layers[3].values(),))
+    waiter.start()
+    time.sleep(0.05)
+    first_may_end.set()
+    waiter.join(10)
+    assert not waiter.is_alive()
+    assert order[0] == layers[0]["w13_weight"].data_ptr()
+    assert order[1] == layers[3]["w13_weight"].data_ptr(), "asked for while others were queued"
+    store.wait(tensor for layer in layers for tensor in layer.values())
+    assert len(set(order)) == len(order) == 4 * len(layers[0])
+
+
+def test_what_registering_raises_is_raised_to_who_waits() -> None:
+    def register(address: int, nbytes: int) -> None:
+        raise MemoryShortError("no more")
+
+    store = HostStore(register, lambda address: None)
+    tensors = store.allocate(spec().layout, 4)
+    store.prepare()
+    with pytest.raises(MemoryShortError, match="no more"):
+        store.wait(tensors.values())
+    later = store.allocate(spec().layout, 4)
+    store.prepare()
+    with pytest.raises(MemoryShortError, match="no more"):
+        store.wait(later.values())
 
 
 def test_touching_keeps_what_is_there_and_counts_every_byte() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import math
 import resource
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
-from rich.progress import Progress
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.experts import ExpertLayout
@@ -19,15 +21,28 @@ Register = Callable[[int, int], None]
 Unregister = Callable[[int], None]
 
 
+@dataclass(eq=False)
+class _Block:
+    """One tensor's memory. `pages` until it is ready: afterwards the tensor alone keeps it."""
+
+    pages: Pages | None
+    address: int
+    nbytes: int
+    ready: threading.Event = field(default_factory=threading.Event)
+
+
 class HostStore:
     """Allocates the host memory of all layers, and makes it ready once all are known.
 
     `allocate` reserves addresses only: no page is touched, so a store that turns out too large has
-    cost nothing. `prepare` then checks the sum against what there is, places the pages, and
-    registers them with the device. A block lives as long as a tensor over it does.
+    cost nothing. `prepare` then checks the sum against what there is, and a thread begins to place
+    the pages and to register them with the device, block after block, so that weights can be
+    loaded into the first blocks meanwhile; `wait` is called before blocks are written. A block
+    lives as long as a tensor over it does.
 
     Args:
-        register: Called with (address, bytes) of each block, so that the device can read it.
+        register: Called with (address, bytes) of each block, so that the device can read it; by
+            another thread than the caller's.
         unregister: Called with the address of each block before its memory goes.
     """
 
@@ -35,8 +50,12 @@ class HostStore:
         self.nbytes = 0
         self._register = register
         self._unregister = unregister
-        self._waiting: list[tuple[Pages, int, int]] = []
-        self._blocks: list[tuple[int, int]] = []
+        self._waiting: list[_Block] = []
+        self._blocks: dict[int, _Block] = {}
+        self._lock = threading.Lock()
+        self._queue: list[_Block] = []
+        self._is_working = False
+        self._error: BaseException | None = None
 
     def allocate(self, layout: ExpertLayout, num_experts: int) -> dict[str, torch.Tensor]:
         """Tensors of shape ``[E, ...]``, one for each tensor of the layout, contents zero."""
@@ -49,8 +68,8 @@ class HostStore:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is one of this store's blocks."""
         return any(
-            start <= tensor.data_ptr() < start + nbytes
-            for start, nbytes in self._blocks
+            start <= tensor.data_ptr() < start + block.nbytes
+            for start, block in self._blocks.items()
             if tensor.device.type == "cpu"
         )
 
@@ -64,40 +83,81 @@ class HostStore:
         )
 
     def prepare(self, also_needed: str = "") -> None:
-        """Make ready what has been allocated since the last call; call before the first write.
+        """Begin to make ready what has been allocated since the last call.
 
         Raises MemoryShortError, naming what is needed and what there is, before touching a page.
         `also_needed`: what to say there of other memory.
         """
         if not self._waiting:
-            return  # called for every tensor that is loaded
-        needed = self._needed
-        if needed > available_memory():
+            return
+        if self._needed > available_memory():
             raise MemoryShortError(
                 f"{self.needs()}: free memory, or serve a smaller or more strongly quantised model"
                 + (f" ({also_needed})" if also_needed else "")
             )
         waiting, self._waiting = self._waiting, []
-        with Progress(transient=True) as progress:
-            task = progress.add_task("host memory for experts", total=2 * needed)
-            for done in touch([(address, nbytes) for _, address, nbytes in waiting]):
-                progress.advance(task, done)
-            for block, address, nbytes in waiting:
-                # Whole: a copy must not cross from one registered range into another.
-                self._register(address, nbytes)
-                block.before_unmap = functools.partial(self._unregister, address)
-                progress.advance(task, nbytes)
+        with self._lock:
+            self._queue += waiting
+            is_idle, self._is_working = not self._is_working, True
+        if is_idle:
+            name = "moe-offload-host-memory"
+            threading.Thread(target=self._make_ready, name=name, daemon=True).start()
+
+    def wait(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Return when the blocks of these tensors of `allocate` are ready; they come first then.
+
+        Raises what registering them raised.
+        """
+        for tensor in tensors:
+            block = self._blocks[tensor.data_ptr()]
+            if not block.ready.is_set():
+                with self._lock:
+                    if block in self._queue:
+                        self._queue.remove(block)
+                        self._queue.insert(0, block)
+                block.ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _make_ready(self) -> None:
+        """The thread: ends when the queue is empty."""
+        # Beside vLLM's own bar, which is drawn by the same library meanwhile.
+        with tqdm(
+            desc="host memory for experts", unit="B", unit_scale=True, position=1, leave=False
+        ) as progress:
+            while True:
+                with self._lock:
+                    if not self._queue:
+                        self._is_working = False
+                        return
+                    progress.total = progress.n + sum(each.nbytes for each in self._queue)
+                    block = self._queue.pop(0)
+                try:
+                    if self._error is None:
+                        self._touch_and_register(block, progress.update)
+                except BaseException as error:
+                    self._error = error
+                block.pages = None
+                block.ready.set()
+
+    def _touch_and_register(self, block: _Block, progress: Callable[[int], object]) -> None:
+        for done in touch([(block.address, block.nbytes)]):
+            progress(done)
+        # Whole: a copy must not cross from one registered range into another.
+        self._register(block.address, block.nbytes)
+        assert block.pages is not None
+        block.pages.before_unmap = functools.partial(self._unregister, block.address)
 
     @property
     def _needed(self) -> int:
-        return sum(nbytes for _, _, nbytes in self._waiting)
+        return sum(block.nbytes for block in self._waiting)
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
-        block = map_pages(count * dtype.itemsize)
+        pages = map_pages(count * dtype.itemsize)
         # The tensor keeps a reference to the mapping, which is unmapped with its last view.
-        tensor = torch.frombuffer(block, dtype=dtype, count=count).view(shape)
-        if count:
-            self._waiting.append((block, tensor.data_ptr(), tensor.nbytes))
-            self._blocks.append((tensor.data_ptr(), tensor.nbytes))
+        tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
+        block = _Block(pages, tensor.data_ptr(), tensor.nbytes)
+        self._blocks[block.address] = block
+        self._waiting.append(block)
         return tensor

@@ -112,12 +112,9 @@ class SlotBinder:
 
         A tensor that keeps its shape and dtype is converted where it is; others are allocated.
         """
-        rows = torch.arange(num_slots)
-        first = self.bind(rows)
-        if all(
-            name in self._loaded
-            and torch.equal(tensor.cpu().view(torch.uint8), self._rows(name, rows))
-            for name, tensor in first.items()
+        first = self.bind(0, num_slots)
+        if all(name in self._loaded for name in first) and all(
+            self._is_as_loaded(name, tensor) for name, tensor in first.items()
         ):
             return {name: self._loaded[name] for name in first}
         kept = {
@@ -128,28 +125,38 @@ class SlotBinder:
             and self._loaded[name].dtype == tensor.dtype
         }
         changed = {name: tensor for name, tensor in first.items() if name not in kept}
-        converted = kept | store.allocate(ExpertLayout.of(changed), self._num_experts)
+        new = store.allocate(ExpertLayout.of(changed), self._num_experts)
         store.prepare()
+        store.wait(new.values())
+        converted = kept | new
         for start in range(0, self._num_experts, num_slots):
-            rows = torch.arange(start, min(start + num_slots, self._num_experts))
-            # Filled up with one that is not converted yet; what comes of it is not used.
-            full = torch.cat((rows, rows[-1:].expand(num_slots - len(rows))))
-            for name, tensor in self.bind(full).items():
-                converted[name][rows] = tensor[: len(rows)].cpu()
+            count = min(num_slots, self._num_experts - start)
+            for name, tensor in self.bind(start, num_slots).items():
+                converted[name][start : start + count].copy_(tensor[:count])
         return {name: converted[name] for name in first}
 
-    def bind(self, rows: torch.Tensor) -> Tensors:
-        """Build the layer's kernel over new slots that hold these experts; returns the slots."""
+    def bind(self, start: int, num_slots: int) -> Tensors:
+        """Build the layer's kernel over new slots; returns the slots.
+
+        They hold the experts from `start` on; slots past the last expert hold the last one again.
+        """
         layer = self._layer
         for name in list(layer._parameters):
             delattr(layer, name)
+        count = min(num_slots, self._num_experts - start)
         for name, tensor in self._loaded.items():
-            data = tensor[rows].to(self._device)
+            # Expert by expert from where it lies: gathered first it would be copied twice.
+            data = torch.empty(
+                (num_slots, *tensor.shape[1:]), dtype=tensor.dtype, device=self._device
+            )
+            data[:count].copy_(tensor[start : start + count], non_blocking=True)
+            if count < num_slots:
+                data[count:] = data[count - 1]
             layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
-        layer.local_num_experts = len(rows)
+        layer.local_num_experts = num_slots
         method = layer.quant_method
         method.moe_kernel = method.moe_quant_config = None
-        whole, method.moe = method.moe, self._shard(method.moe, len(rows))
+        whole, method.moe = method.moe, self._shard(method.moe, num_slots)
         try:
             self._process(layer)
         finally:
@@ -160,8 +167,23 @@ class SlotBinder:
             if parameter is not None
             and not name.endswith("input_scale")
             and parameter.ndim
-            and parameter.shape[0] == len(rows)
+            and parameter.shape[0] == num_slots
         }
+
+    def _is_as_loaded(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the first slots hold, byte for byte, what the checkpoint has for them."""
+        loaded = self._loaded[name]
+        return (
+            loaded.shape[1:] == tensor.shape[1:]
+            and loaded.dtype == tensor.dtype
+            and all(
+                torch.equal(
+                    tensor[i : i + 1].view(torch.uint8),
+                    loaded[i : i + 1].to(tensor.device).view(torch.uint8),
+                )
+                for i in range(min(len(tensor), len(loaded)))
+            )
+        )
 
     def _shard(self, moe: Any, num_slots: int) -> Any:
         """The layer's FusedMoEConfig as a kernel over so many slots has to see it.
@@ -173,9 +195,6 @@ class SlotBinder:
         shard.num_local_experts = num_slots
         shard.num_experts = self._num_experts + (num_slots < self._num_experts)
         return shard
-
-    def _rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        return self._loaded[name][rows].view(torch.uint8)
 
 
 class FormatLane:

@@ -82,6 +82,7 @@ class OffloadedRoutedExperts(RoutedExperts):
                 "the slots have taken the place of the parameters: restart the engine"
             )
         self._runtime.prepare()
+        self._runtime.store.wait(self.host.values())
         if self.offload is not None:
             self.offload.invalidate()
         return super().weight_loader(  # type: ignore[call-overload, no-any-return]

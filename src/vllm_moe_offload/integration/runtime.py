@@ -55,7 +55,7 @@ class OffloadRuntime:
         self._modules[module.layer_name] = module
 
     def prepare(self) -> None:
-        """Before the first weight is written: plan the slots, check all memory, take the host's.
+        """Before the first weight is written: plan the slots, check all memory, begin to take it.
 
         Every layer of the model is known then, and the device holds the rest of the model. The
         layers of a draft model come later and are planned by themselves.
@@ -75,6 +75,7 @@ class OffloadRuntime:
         None when the plan is that every expert fits on the device: the layer is then vLLM's own.
         """
         self.prepare()
+        self.store.wait(module.host.values())
         number = list(self._modules).index(module.layer_name)
         if self.is_dummy:
             # Apart by more than a layer counts on, expert by expert; 32 bits of a seed are used.
@@ -105,7 +106,7 @@ class OffloadRuntime:
         host = binder.convert(self.store, max(num_slots, 1))
 
         def allocate(count: int) -> Any:
-            return binder.bind(torch.arange(count))
+            return binder.bind(0, count)
 
         def resident(slots: Any) -> Lane:
             return FormatLane(module)
