@@ -1,14 +1,9 @@
 """The device's decisions are the plan's, step by step.
 
-Compiled where there is a CUDA device. Elsewhere by Triton's interpreter, which is switched on when
-Triton is imported: in a process of its own, started by the last test here.
+Compiled where there is a CUDA device, elsewhere by Triton's interpreter (see `kernels`).
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.device.kernels import DEVICE, INTERPRETED, marked, run_interpreted
 from tests.routing.steps import Layer, Step, layers, steps, used_by
 from tests.routing.test_lanes import replay
 from vllm_moe_offload.device.step import DeviceStep
@@ -23,24 +19,9 @@ from vllm_moe_offload.routing import POLICIES, SlotTable, make_policy, plan_lane
 from vllm_moe_offload.routing.policy import LFRU
 from vllm_moe_offload.routing.simulate import ROUTINGS, simulate
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # The interpreter takes 50 ms a step.
 EXAMPLES = 12 if INTERPRETED else 300
 PLAYED_STEPS = 50 if INTERPRETED else 1000
-
-on_the_device = [] if INTERPRETED else [pytest.mark.gpu]
-on_the_device.append(
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
-    )
-)
-
-
-def marked(test: object) -> object:
-    for mark in on_the_device:
-        test = mark(test)
-    return test
 
 
 class Pair:
@@ -295,12 +276,4 @@ def test_ids_and_weights_of_other_shapes_are_refused() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
 def test_by_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", __file__],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "passed" in done.stdout
+    run_interpreted(__file__)

@@ -1,0 +1,93 @@
+"""Experts copied into slots by the device itself, from a list that only the device knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_moe_offload.experts import ExpertLayout
+
+# A thread reads 16 bytes at a time, which a word of 4 bytes allows and a wider one does not exceed.
+_WORDS = (torch.int32, torch.uint8)
+
+
+class ExpertFetch:
+    """Copies the listed experts of one layer, all their tensors, in one launch.
+
+    A tensor whose experts are not whole words of 4 bytes goes byte by byte, which is slow: in
+    practice those are a few bytes an expert.
+
+    Args:
+        host: name -> ``[E, ...]``, every expert. The device must be able to read this memory at
+            the addresses the host uses: pinned, or registered with `Device.register`.
+        slots: The same names -> ``[S, ...]``, on the device that launches.
+        num_programs: How many blocks of threads copy. A few fill the bus, and each one takes a
+            multiprocessor from what runs beside it.
+        block: How many words a program has on the way at once, a power of two.
+
+    Raises ValueError for tensors that are not contiguous or do not agree, or no program.
+
+    Both sets of tensors are kept; a graph that captured a launch needs this object to live.
+    """
+
+    def __init__(
+        self,
+        host: Mapping[str, torch.Tensor],
+        slots: Mapping[str, torch.Tensor],
+        num_programs: int = 16,
+        block: int = 8192,
+    ) -> None:
+        layouts = ExpertLayout.of(host), ExpertLayout.of(slots)
+        if layouts[0] != layouts[1]:
+            raise ValueError(f"host memory holds {layouts[0]}, the slots are for {layouts[1]}")
+        if num_programs < 1:
+            raise ValueError(f"{num_programs} programs copy nothing: give 1 or more")
+        for name in host:
+            if not (host[name].is_contiguous() and slots[name].is_contiguous()):
+                raise ValueError(f"{name} must be contiguous, in host memory and in the slots")
+        self.num_programs = num_programs
+        self.block = block
+        pairs = [_as_words(host[name], slots[name]) for name in layouts[0].names]
+        self._host = tuple(host for host, _ in pairs)
+        self._slots = tuple(slots for _, slots in pairs)
+        self._words = tuple(host.shape[1] for host in self._host)
+        self._kernel = _kernel()
+
+    def launch(self, pairs: torch.Tensor, count: torch.Tensor) -> None:
+        """Copy on the current stream; may be captured.
+
+        pairs: int32 [N, 2], contiguous, (expert, slot); count: int32, one number, how many of them
+        are copied. They are read when the launch runs, and trusted.
+        """
+        self._kernel[(self.num_programs,)](
+            pairs,
+            count,
+            self._host,
+            self._slots,
+            WORDS=self._words,
+            BLOCK=self.block,
+            num_warps=8,
+        )
+
+
+def _as_words(host: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as [E, n] and [S, n] of the widest word that experts of either are a whole number of."""
+    nbytes = host[0].nbytes
+    for word in _WORDS:
+        if not any(n % word.itemsize for n in (nbytes, host.data_ptr(), slots.data_ptr())):
+            break
+    shape = (-1, nbytes // word.itemsize)
+    host, slots = (
+        tensor.detach().reshape(-1).view(torch.uint8).view(word).view(shape)
+        for tensor in (host, slots)
+    )
+    return host, slots
+
+
+def _kernel() -> Any:
+    """The kernel; imported late, since only a CUDA device has Triton for certain."""
+    from vllm_moe_offload.device.fetch_kernel import fetch_kernel
+
+    return fetch_kernel

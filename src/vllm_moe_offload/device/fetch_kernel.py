@@ -1,0 +1,40 @@
+"""The Triton program of `ExpertFetch`: experts from host memory, read as they lie, into slots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["pairs", "count"])  # type: ignore[untyped-decorator]
+def fetch_kernel(  # type: ignore[no-untyped-def]
+    pairs,
+    count,
+    host,
+    slots,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy the experts that are listed, in blocks which the programs take in turn.
+
+    `host` and `slots`: one pointer for each tensor, to words of a size of its own; WORDS: how many
+    of them an expert has in each tensor. The turns go on from one tensor to the next, so that no
+    program has more than one block more than another, whatever the count.
+    """
+    num_programs = tl.num_programs(0)
+    listed = tl.load(count)
+    first = tl.program_id(0)
+    for i in tl.static_range(len(WORDS)):
+        words = WORDS[i]
+        blocks = (words + BLOCK - 1) // BLOCK
+        total = listed * blocks
+        for block in range(first, total, num_programs):
+            pair = pairs + block // blocks * 2
+            expert = tl.load(pair).to(tl.int64)
+            slot = tl.load(pair + 1).to(tl.int64)
+            word = block % blocks * BLOCK + tl.arange(0, BLOCK)
+            inside = word < words
+            copied = tl.load(host[i] + expert * words + word, mask=inside)
+            tl.store(slots[i] + slot * words + word, copied, mask=inside)
+        # The program whose turn it is now is the first one of the next tensor.
+        first = (first + num_programs - total % num_programs) % num_programs

@@ -1,0 +1,49 @@
+"""Where the kernels of a test file run: compiled for a CUDA device, or by Triton's interpreter.
+
+The interpreter is switched on when Triton is imported, so it needs a process of its own: the last
+test of such a file starts one over the same file.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+
+_marks = [] if INTERPRETED else [pytest.mark.gpu]
+_marks.append(
+    pytest.mark.skipif(
+        not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
+    )
+)
+
+
+def marked(test: object) -> object:
+    """A test that runs in the interpreter's process, and compiled where there is a device."""
+    for mark in _marks:
+        test = mark(test)
+    return test
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory that `DEVICE` can read."""
+    return tensor.clone() if INTERPRETED else tensor.cpu().pin_memory()
+
+
+def run_interpreted(file: str) -> None:
+    """Run the tests of this file that are not for a GPU by the interpreter."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", file],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout
