@@ -100,12 +100,21 @@ class DeviceStep:
             self._last_heavy = table(num_experts, fill=-1)
         self._kernel = _kernel()
 
-    def launch(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    def launch(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_waves: int | None = None
+    ) -> None:
         """Decide a step on the current stream; may be captured.
 
         topk_ids: integers [T, K], a number outside 0..E-1 is no expert; topk_weights: floats
-        [T, K]. Both contiguous, on the tables' device. Raises ValueError for other shapes.
+        [T, K]. Both contiguous, on the tables' device. num_waves: fewer waves than W for this
+        step; what lies behind them in the tables is stale. Raises ValueError for other shapes and
+        numbers.
         """
+        waves = self.num_waves if num_waves is None else num_waves
+        if not 1 + self.hits_apart <= waves <= self.num_waves:
+            raise ValueError(
+                f"{waves} waves in a step: give {1 + self.hits_apart} to {self.num_waves}"
+            )
         if topk_ids.shape != topk_weights.shape or topk_ids.shape[1:] != (self.top_k,):
             raise ValueError(
                 f"ids {tuple(topk_ids.shape)} and weights {tuple(topk_weights.shape)}: "
@@ -135,7 +144,7 @@ class DeviceStep:
             K=self.top_k,
             POLICY=self.policy,
             CACHE_TOPK=self.cache_topk,
-            WAVES=self.num_waves,
+            WAVES=waves,
             HITS_APART=self.hits_apart,
             BLOCK=min(_power_of_two(total), _MAX_BLOCK),
             N=width,

@@ -1,0 +1,167 @@
+"""The three lanes of a captured step sum to the oracle's output, whatever the split.
+
+By Triton's interpreter, in a process of its own that the last test here starts; with the expert
+engine as the resident lane and as the CPU lane that answers the doorbell.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.device.kernels import INTERPRETED, run_interpreted
+from tests.engine import oracle
+from tests.engine.shards import random_shard, tolerance
+from vllm_moe_offload.device.fetch import ExpertFetch
+from vllm_moe_offload.device.mailbox import ANSWER, DONE, REQUEST, TOKENS, Doorbell, Mailbox
+from vllm_moe_offload.device.step import DeviceStep
+from vllm_moe_offload.device.streams import SideStream
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Activation, ExpertSpec, Format
+from vllm_moe_offload.lanes import EngineLane
+from vllm_moe_offload.lanes.captured import CapturedLayer
+from vllm_moe_offload.routing import POLICIES
+
+CPU = torch.device("cpu")
+TOP_K, MOST = 3, 5
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of the last test")
+
+
+class SpunDoorbell(Doorbell):
+    """Where there is no stream that could wait."""
+
+    def wait(self) -> None:
+        ends = time.monotonic() + 20
+        while self.mailbox.control[ANSWER] == 0:
+            assert time.monotonic() < ends, "no answer"
+            time.sleep(0)
+
+
+class CpuLane:
+    """Answers a mailbox with the engine, from a thread, as long as it is entered."""
+
+    def __init__(self, mailbox: Mailbox, lane: EngineLane) -> None:
+        self.requests = 0
+        self._mailbox = mailbox
+        self._lane = lane
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> CpuLane:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        box = self._mailbox
+        while not self._stop.is_set():
+            if box.control[REQUEST] != 1:
+                time.sleep(0)
+                continue
+            box.control[REQUEST] = 0
+            rows = slice(0, int(box.control[TOKENS]))
+            self._lane.compute(
+                box.x[rows], box.weights[rows], box.ids[rows], box.cpu_map, box.partial[rows], False
+            )
+            self.requests += 1
+            box.control[ANSWER] = DONE
+
+
+@interpreted
+@settings(max_examples=25, deadline=None)
+@given(
+    num_experts=st.integers(3, 9),
+    share=st.floats(0.1, 1.0),
+    policy=st.sampled_from(sorted(POLICIES)),
+    fetched=st.integers(0, 9),
+    waves=st.integers(1, 3),
+    hits_apart=st.booleans(),
+    cache_topk=st.integers(1, TOP_K),
+    seed=st.integers(0, 2**31),
+)
+def test_the_sum_of_the_lanes_is_the_oracles(
+    num_experts: int,
+    share: float,
+    policy: str,
+    fetched: int,
+    waves: int,
+    hits_apart: bool,
+    cache_topk: int,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    spec = ExpertSpec(24, 10, Activation.SILU, Format.FP32, bool(seed % 2))
+    host = random_shard(spec, num_experts, generator)
+    num_slots = max(1, int(share * num_experts))
+    slots = spec.layout.empty(num_slots)
+    for tensor in slots.values():
+        tensor.fill_(float("nan"))  # an expert computed from an unfilled slot shows
+    step = DeviceStep(
+        num_experts,
+        num_slots,
+        policy,
+        top_k=TOP_K,
+        cache_topk=cache_topk,
+        num_waves=waves + hits_apart,
+        hits_apart=hits_apart,
+        device=CPU,
+    )
+    step.set_limits(np.minimum(np.arange(num_experts + 1), fetched))
+    box = Mailbox.allocate(
+        MOST, spec.hidden, torch.float32, num_experts=num_experts, top_k=TOP_K, pinned=False
+    )
+    with CpuExpertEngine(threads=1) as engine:
+        layer = CapturedLayer(
+            step,
+            ExpertFetch(host, slots, num_programs=2, block=64),
+            EngineLane(engine, spec, slots, TOP_K, MOST),
+            SpunDoorbell(box, CPU),
+            SideStream(CPU),
+        )
+        with CpuLane(box, EngineLane(engine, spec, host, TOP_K, MOST)) as cpu:
+            for number in range(6):
+                tokens = int(rng.integers(1, MOST + 1))
+                x = torch.randn((tokens, spec.hidden), generator=generator)
+                ids = torch.stack(
+                    [
+                        torch.randperm(num_experts, generator=generator)[:TOP_K]
+                        for _ in range(tokens)
+                    ]
+                ).int()
+                padded = torch.from_numpy(rng.random(tokens) < 0.2)
+                ids[padded] = num_experts
+                weights = torch.rand((tokens, TOP_K), generator=generator)
+                box.partial.fill_(float("nan"))
+                few = int(rng.integers(1, waves + 1)) + hits_apart
+                got = layer.forward(x, weights, ids, few)
+                everyone = torch.arange(num_experts + 1, dtype=torch.int32)
+                everyone[-1] = -1
+                expected = oracle.experts(spec, host, x, ids, weights, everyone)
+                assert oracle.relative_error(got, expected) <= tolerance(spec), number
+            counters = step.read_counters()
+            assert counters["fetched"] + counters["cpu_experts"] == counters["misses"]
+            if fetched == 0:
+                assert counters["fetched"] == 0
+            assert (cpu.requests > 0) == (counters["cpu_experts"] > 0)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
+def test_by_the_interpreter() -> None:
+    run_interpreted(__file__)
