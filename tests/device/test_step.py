@@ -15,7 +15,7 @@ from tests.device.kernels import DEVICE, INTERPRETED, marked, run_interpreted
 from tests.routing.steps import Layer, Step, layers, steps, used_by
 from tests.routing.test_lanes import replay
 from vllm_moe_offload.device.step import DeviceStep
-from vllm_moe_offload.routing import POLICIES, SlotTable, make_policy, plan_lanes
+from vllm_moe_offload.routing import POLICIES, Residency, SlotTable, make_policy, plan_lanes
 from vllm_moe_offload.routing.policy import LFRU
 from vllm_moe_offload.routing.simulate import ROUTINGS, simulate
 
@@ -49,7 +49,7 @@ class Pair:
         np.testing.assert_array_equal(self.device.read_table().expert_of, self.table.expert_of)
         np.testing.assert_array_equal(self.device.last_used.cpu(), self.policy.last_used)
         if isinstance(self.policy, LFRU):
-            np.testing.assert_array_equal(self.device.value.cpu(), self.policy.frequency)
+            np.testing.assert_array_equal(self.device.value.cpu(), self.policy.value)
         assert self.device.expert_maps[:, -1].tolist() == [-1] * self.layer.num_waves
         assert self.device.cpu_map[-1] == -1
         for name, count in dict(
@@ -216,6 +216,27 @@ def test_a_step_counter_that_wraps_around_misroutes_nothing() -> None:
         after = replay(before, step.read_plan(), used_by(ids, 6))
         np.testing.assert_array_equal(after, step.read_table().expert_of)
     assert step.step.item() < 0
+
+
+@marked
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_host_plans_a_step_in_between(policy: str) -> None:
+    """A step that is too large to capture is planned by the host, from where the device is."""
+    pair = Pair(a_layer(policy=policy, num_experts=9, num_slots=4))
+    rng = np.random.default_rng(1)
+    for number in range(12):
+        ids = np.stack([rng.permutation(9)[:2] for _ in range(3)]).astype(np.int32)
+        if number % 4 != 3:
+            pair.step(ids, rng.random((3, 2), np.float32), pair.limits)
+            continue
+        used = np.zeros(9, np.bool_)
+        used[ids] = True
+        theirs = Residency(9, 4, policy)
+        pair.device.read_into(theirs)
+        mine = Residency(9, 4, policy)
+        mine.table, mine.policy = pair.table, pair.policy
+        assert theirs.step(used) == mine.step(used)
+        pair.device.take_over(theirs)
 
 
 @pytest.mark.gpu

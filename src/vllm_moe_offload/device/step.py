@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_moe_offload.routing import POLICIES, LanePlan, SlotTable, Wave
+from vllm_moe_offload.routing import POLICIES, LanePlan, Residency, SlotTable, Wave
 
 MAX_EXPERTS = 512
 COUNTERS = ("steps", "hits", "misses", "fetched", "cpu_experts")
@@ -206,6 +206,20 @@ class DeviceStep:
             if slot >= 0:
                 table.place(expert, slot)
         return table
+
+    def read_into(self, residency: Residency) -> None:
+        """Bring `residency` to this state, so that the host can plan the next step; waits."""
+        residency.table = self.read_table()
+        residency.policy.step = int(self.step.item())
+        residency.policy.last_used[:] = self.last_used.cpu().numpy()
+        residency.policy.value[:] = self.value.cpu().numpy()
+
+    def take_over(self, residency: Residency) -> None:
+        """Go on from where `residency`, of the same sizes and policy, has come to."""
+        self.seed(residency.table)
+        self.step.fill_(residency.policy.step)
+        self.last_used.copy_(torch.from_numpy(residency.policy.last_used))
+        self.value.copy_(torch.from_numpy(residency.policy.value))
 
     def read_plan(self) -> LanePlan:
         """What the last launch decided, its hits and misses included; waits for the device."""

@@ -19,13 +19,17 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Policy(ABC):
-    """Orders the experts of one layer. Subclasses override `score` and what it needs."""
+    """Orders the experts of one layer. Subclasses override `score` and what it needs.
+
+    State: `step`, `last_used` int64 [E] (-1: never) and `value` int64 [E], what the policy counts.
+    """
 
     name: ClassVar[str]
 
     def __init__(self, num_experts: int) -> None:
         self.step = 0
         self.last_used: IntArray = np.full(num_experts, -1, np.int64)
+        self.value: IntArray = np.zeros(num_experts, np.int64)
 
     def observe(self, used: BoolArray) -> None:
         """Start a step in which the experts marked in `used` (bool [E]) are computed."""
@@ -66,18 +70,14 @@ class LFU(Policy):
 
     name = "lfu"
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__(num_experts)
-        self.uses: IntArray = np.zeros(num_experts, np.int64)
-
     @override
     def observe(self, used: BoolArray) -> None:
         super().observe(used)
-        self.uses[used] += 1
+        self.value[used] += 1
 
     @override
     def score(self) -> IntArray:
-        return self.uses
+        return self.value
 
 
 class LFRU(Policy):
@@ -91,19 +91,15 @@ class LFRU(Policy):
     ONE: ClassVar[int] = 1 << 16
     DECAY_SHIFT: ClassVar[int] = 6
 
-    def __init__(self, num_experts: int) -> None:
-        super().__init__(num_experts)
-        self.frequency: IntArray = np.zeros(num_experts, np.int64)
-
     @override
     def observe(self, used: BoolArray) -> None:
         super().observe(used)
-        self.frequency -= self.frequency >> self.DECAY_SHIFT
-        self.frequency[used] += self.ONE
+        self.value -= self.value >> self.DECAY_SHIFT
+        self.value[used] += self.ONE
 
     @override
     def score(self) -> IntArray:
-        return self.frequency // (1 + self.step - self.last_used)
+        return self.value // (1 + self.step - self.last_used)
 
 
 class Static(Policy):
