@@ -215,7 +215,7 @@ def test_what_does_not_fit_the_mailbox_is_refused() -> None:
     x, ids, weights, cpu_map = step.x, step.ids, step.weights, step.cpu_map
     with pytest.raises(ValueError, match="up to 4 of 32 numbers"):
         Step(sizes, 5).submit(bell)
-    with pytest.raises(ValueError, match="a mailbox of torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"a mailbox of torch\.bfloat16"):
         bell.submit(x.float(), ids, weights, cpu_map)
     with pytest.raises(ValueError, match="ids"):
         bell.submit(x, ids[:2], weights, cpu_map)
