@@ -78,7 +78,9 @@ class Case:
 @given(data=st.data())
 def test_drawn_lists_over_drawn_layouts(data: st.DataObject) -> None:
     specs = data.draw(
-        st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=4)
+        st.lists(
+            st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=4
+        )
     )
     layout = layout_of({str(i): spec for i, spec in enumerate(specs)})
     num_experts, num_slots = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
