@@ -141,10 +141,17 @@ def test_drawn_steps_make_the_round_trip(data: st.DataObject) -> None:
 
 
 @marked
-def test_many_programs_write_before_one_rings() -> None:
-    sizes = Sizes(max_tokens=64, hidden=4096, experts=128, top_k=8)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(max_tokens=64, hidden=4096, experts=128, top_k=8),
+        Sizes(max_tokens=600, hidden=1, experts=16, top_k=8),
+    ],
+    ids=["wide", "narrower than top-k"],
+)
+def test_many_programs_write_before_one_rings(sizes: Sizes) -> None:
     mailbox = sizes.mailbox()
-    bell, step = Doorbell(mailbox, DEVICE), Step(sizes, 64)
+    bell, step = Doorbell(mailbox, DEVICE), Step(sizes, sizes.max_tokens)
     with FakeLane(mailbox) as lane:
         for seed in range(3 if INTERPRETED else 100):
             step.draw(seed, 0.2)

@@ -33,6 +33,8 @@ class DeviceStep:
 
     Entry E of the maps is the sentinel that padding rows are routed to, always -1.
 
+    `num_warps`: of the program; fixed for a graph when it is captured.
+
     State, carried from step to step: `slot_of` int32 ``[E]``, the slot of each expert or -1 (the
     empty slots are always the last ones); `last_used` int32 ``[E]``, the step of the last use or
     -1; `value` int32 ``[E]``, what the policy counts; `step` int32 ``[1]``; `counters` int64
@@ -98,6 +100,8 @@ class DeviceStep:
             self.limits = table(num_experts + 1, fill=num_experts)
             # The step in which an expert was last heavy enough to be fetched: of no use after it.
             self._last_heavy = table(num_experts, fill=-1)
+        self._width = max(_power_of_two(num_experts), 32)
+        self.num_warps = max(self._width // 32, 4)
         self._kernel = _kernel()
 
     def launch(
@@ -123,7 +127,6 @@ class DeviceStep:
         if not (topk_ids.is_contiguous() and topk_weights.is_contiguous()):
             raise ValueError("ids and weights must be contiguous")
         total = topk_ids.numel()
-        width = max(_power_of_two(self.num_experts), 32)
         self._kernel[(1,)](
             topk_ids,
             topk_weights,
@@ -147,8 +150,8 @@ class DeviceStep:
             WAVES=waves,
             HITS_APART=self.hits_apart,
             BLOCK=min(_power_of_two(total), _MAX_BLOCK),
-            N=width,
-            num_warps=max(width // 32, 4),
+            N=self._width,
+            num_warps=self.num_warps,
         )
 
     def set_limits(self, limits: npt.NDArray[np.integer[Any]]) -> None:

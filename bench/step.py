@@ -1,0 +1,221 @@
+"""What the parts of a captured decode step cost a layer, by themselves.
+
+    python -m bench.step --json FILE
+
+On a GPU. Each part runs in a graph of its own, once for each of 24 layers, timed by CUDA events
+around replays: `step_us` the decisions (`DeviceStep`), by the warps of the program;
+`fetch_gb_per_s` a number of experts from pinned memory, by the programs that copy; `doorbell_us`
+submit, a thread that answers at once without computing, wait and join; `doorbell_idle_us` the same
+where the CPU has no expert. The answering thread is Python's, so a few microseconds are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common import Row, Run, append, summary
+from vllm_moe_offload.device.fetch import ExpertFetch
+from vllm_moe_offload.device.mailbox import ANSWER, DONE, REQUEST, Doorbell, Mailbox
+from vllm_moe_offload.device.step import DeviceStep
+from vllm_moe_offload.experts import ExpertLayout, TensorSpec
+
+# Qwen3-30B-A3B's shape, with slots for 20% of its experts.
+LAYERS, EXPERTS, TOP_K, SLOTS, HIDDEN, INTERMEDIATE = 24, 128, 8, 26, 2048, 768
+DTYPE = torch.bfloat16
+BATCHES = (1, 8, 32)
+WARPS = (2, 4, 8, 16)
+PROGRAMS = (4, 8, 16, 32)
+BLOCKS = (4096, 8192)
+FETCHED = (1, 2, 3, 4, 6, 8)
+REPEATS, REPLAYS = 7, 20
+
+
+def layer_us(
+    work: Callable[[int], None], around: AbstractContextManager[Any] | None = None
+) -> list[float]:
+    """Microseconds a layer of `work(layer)`, captured once for each layer: one for each repeat."""
+    around = around or nullcontext()
+    with around:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for layer in range(LAYERS):
+                work(layer)  # compiles, which capturing does not allow
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for layer in range(LAYERS):
+                work(layer)
+        graph.replay()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(REPEATS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / REPLAYS / LAYERS)
+    return times
+
+
+class Answering:
+    """A thread that answers every request at once."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._control = mailbox.control.numpy()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Answering:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        control = self._control
+        while not self._stop:
+            if control[REQUEST]:
+                control[REQUEST] = 0
+                control[ANSWER] = DONE
+
+
+def routing(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights of every layer, [LAYERS, batch, TOP_K]: each row a top-k drawn uniformly."""
+    generator = torch.Generator("cuda").manual_seed(batch)
+    logits = torch.randn(LAYERS, batch, EXPERTS, generator=generator, device="cuda")
+    weights, ids = logits.softmax(-1).topk(TOP_K)
+    return ids.int(), weights
+
+
+def step_rows(run: Run, batch: int) -> list[Row]:
+    ids, weights = routing(batch)
+    rows = []
+    for warps in WARPS:
+        steps = [
+            DeviceStep(
+                EXPERTS,
+                SLOTS,
+                "lfru",
+                top_k=TOP_K,
+                cache_topk=2,
+                num_waves=1,
+                device=torch.device("cuda"),
+            )
+            for _ in range(LAYERS)
+        ]
+        for step in steps:
+            step.num_warps = warps
+        times = layer_us(lambda layer, steps=steps: steps[layer].launch(ids[layer], weights[layer]))
+        rows.append(row(run, f"{warps} warps", "step_us", "us", times, batch=batch))
+    return rows
+
+
+def fetch_rows(run: Run) -> list[Row]:
+    """One layer's experts, read by all: 1.2 GB, more than any cache holds."""
+    layout = ExpertLayout(
+        (
+            TensorSpec("w13", (2 * INTERMEDIATE, HIDDEN), DTYPE),
+            TensorSpec("w2", (HIDDEN, INTERMEDIATE), DTYPE),
+        )
+    )
+    host = {name: tensor.pin_memory() for name, tensor in layout.empty(EXPERTS).items()}
+    slots = layout.empty(SLOTS, "cuda")
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.stack(
+        [
+            torch.stack([torch.randperm(EXPERTS, generator=generator)[:SLOTS], torch.arange(SLOTS)])
+            for _ in range(LAYERS)
+        ]
+    )
+    pairs = pairs.mT.int().contiguous().cuda()
+    rows = []
+    for block in BLOCKS:
+        for programs in PROGRAMS:
+            fetch = ExpertFetch(host, slots, programs, block)
+            for fetched in FETCHED:
+                count = torch.tensor(fetched, dtype=torch.int32, device="cuda")
+                times = layer_us(
+                    lambda layer, fetch=fetch, count=count: fetch.launch(pairs[layer], count)
+                )
+                rates = [fetched * layout.nbytes / us / 1e3 for us in times]
+                who = f"{programs} programs of {block} words, {fetched} experts"
+                rows.append(row(run, who, "fetch_gb_per_s", "GB/s", rates))
+    return rows
+
+
+def doorbell_rows(run: Run, batch: int) -> list[Row]:
+    """All layers share one mailbox: a layer's answer is there before the next one asks."""
+    ids, weights = routing(batch)
+    mailbox = Mailbox.allocate(batch, HIDDEN, DTYPE, num_experts=EXPERTS, top_k=TOP_K, pinned=True)
+    bell = Doorbell(mailbox, torch.device("cuda"))
+    x = torch.randn(batch, HIDDEN, device="cuda").to(DTYPE)
+    out = torch.empty_like(x)
+    rows = []
+    for metric, last in (("doorbell_us", EXPERTS), ("doorbell_idle_us", 0)):
+        cpu_map = torch.full((EXPERTS + 1,), -1, dtype=torch.int32, device="cuda")
+        cpu_map[:last] = torch.arange(last, dtype=torch.int32)
+
+        def work(layer: int, cpu_map: torch.Tensor = cpu_map) -> None:
+            bell.submit(x, ids[layer], weights[layer], cpu_map)
+            bell.wait()
+            bell.join(x, cpu_map, out)
+
+        times = layer_us(work, Answering(mailbox))
+        rows.append(row(run, "thread", metric, "us", times, batch=batch))
+    return rows
+
+
+def row(run: Run, who: str, metric: str, unit: str, values: list[float], **figures: Any) -> Row:
+    return run.row(
+        model="qwen3-30b-a3b",
+        layers=LAYERS,
+        format="bf16",
+        slots=SLOTS,
+        routing="uniform",
+        contestant=who,
+        metric=metric,
+        unit=unit,
+        **summary(values),
+        **figures,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--commit")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device")
+    run = Run.here("step", options.commit)
+    rows = []
+    began = time.monotonic()
+    for batch in BATCHES:
+        rows += step_rows(run, batch) + doorbell_rows(run, batch)
+    rows += fetch_rows(run)
+    for made in rows:
+        batch = "" if made["batch"] is None else f"batch {made['batch']}"
+        print(
+            f"{made['metric']:17} {batch:9} {made['contestant']:40} {made['value']:8.2f} "
+            f"{made['unit']:5} ({made['min']:.2f} to {made['max']:.2f})"
+        )
+    print(f"{time.monotonic() - began:.0f} s")
+    if options.json:
+        append(options.json, rows)
+
+
+if __name__ == "__main__":
+    main()
