@@ -1,11 +1,13 @@
-"""A CPU lane that answers a mailbox, simple enough to be its own oracle."""
+"""CPU lanes that answer a mailbox, one of them simple enough to be its own oracle."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -31,18 +33,36 @@ def partial_sum(seen: Seen) -> torch.Tensor:
     return factors.sum(1, keepdim=True) * seen.x.float()
 
 
-class FakeLane:
-    """Answers with `partial_sum`, from a thread, as long as it is entered."""
+def wait_for_answer(mailbox: Mailbox) -> None:
+    """As a GPU's stream waits, where there is none."""
+    until = time.monotonic() + SECONDS
+    while mailbox.control[ANSWER] < DONE:
+        assert time.monotonic() < until, "no answer"
+        time.sleep(0)
 
-    def __init__(self, mailbox: Mailbox, answer: int = DONE, delay: float = 0) -> None:
-        self.seen: list[Seen] = []
+
+class AnsweringLane:
+    """Answers a mailbox from a thread, as long as it is entered.
+
+    `compute` is given the mailbox and the rows that are asked for, and writes them to `partial`.
+    """
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        compute: Callable[[Mailbox, slice], None],
+        answer: int = DONE,
+        delay: float = 0,
+    ) -> None:
+        self.requests = 0
         self._mailbox = mailbox
+        self._compute = compute
         self._answer = answer
         self._delay = delay
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
-    def __enter__(self) -> FakeLane:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -56,21 +76,32 @@ class FakeLane:
         self._thread.join()
 
     def _run(self) -> None:
-        mailbox, control = self._mailbox, self._mailbox.control.numpy()
+        control = self._mailbox.control.numpy()
         while not self._stop.is_set():
             if control[REQUEST] != 1:
                 time.sleep(0)
                 continue
             assert control[ANSWER] == 0
             control[REQUEST] = 0
-            rows = slice(0, int(control[TOKENS]))
             time.sleep(self._delay)
-            seen = Seen(
-                mailbox.x[rows].clone(),
-                mailbox.ids[rows].clone(),
-                mailbox.weights[rows].clone(),
-                mailbox.cpu_map.clone(),
-            )
-            self.seen.append(seen)
-            mailbox.partial[rows] = partial_sum(seen)
+            self._compute(self._mailbox, slice(0, int(control[TOKENS])))
+            self.requests += 1
             control[ANSWER] = self._answer
+
+
+class FakeLane(AnsweringLane):
+    """Answers with `partial_sum`, and keeps what it was given."""
+
+    def __init__(self, mailbox: Mailbox, answer: int = DONE, delay: float = 0) -> None:
+        super().__init__(mailbox, self._sum, answer, delay)
+        self.seen: list[Seen] = []
+
+    def _sum(self, mailbox: Mailbox, rows: slice) -> None:
+        seen = Seen(
+            mailbox.x[rows].clone(),
+            mailbox.ids[rows].clone(),
+            mailbox.weights[rows].clone(),
+            mailbox.cpu_map.clone(),
+        )
+        self.seen.append(seen)
+        mailbox.partial[rows] = partial_sum(seen)

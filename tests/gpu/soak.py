@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -135,7 +134,6 @@ def main() -> None:
     each = options.minutes * 60 / len(options.kinds)
     for kind in options.kinds:
         soak(kind, each, options)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ engine as the resident lane and as the CPU lane that answers the doorbell.
 
 from __future__ import annotations
 
-import threading
-import time
-from types import TracebackType
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.device.kernels import INTERPRETED, run_interpreted
+from tests.device.lane import AnsweringLane, wait_for_answer
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
 from vllm_moe_offload.device.fetch import ExpertFetch
-from vllm_moe_offload.device.mailbox import ANSWER, DONE, REQUEST, TOKENS, Doorbell, Mailbox
+from vllm_moe_offload.device.mailbox import Doorbell, Mailbox
 from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -39,48 +38,18 @@ class SpunDoorbell(Doorbell):
     """Where there is no stream that could wait."""
 
     def wait(self) -> None:
-        ends = time.monotonic() + 20
-        while self.mailbox.control[ANSWER] == 0:
-            assert time.monotonic() < ends, "no answer"
-            time.sleep(0)
+        wait_for_answer(self.mailbox)
 
 
-class CpuLane:
-    """Answers a mailbox with the engine, from a thread, as long as it is entered."""
+def by_the_engine(lane: EngineLane) -> Callable[[Mailbox, slice], None]:
+    """What a CPU lane computes for a mailbox."""
 
-    def __init__(self, mailbox: Mailbox, lane: EngineLane) -> None:
-        self.requests = 0
-        self._mailbox = mailbox
-        self._lane = lane
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
+    def compute(box: Mailbox, rows: slice) -> None:
+        lane.compute(
+            box.x[rows], box.weights[rows], box.ids[rows], box.cpu_map, box.partial[rows], False
+        )
 
-    def __enter__(self) -> CpuLane:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        box = self._mailbox
-        while not self._stop.is_set():
-            if box.control[REQUEST] != 1:
-                time.sleep(0)
-                continue
-            box.control[REQUEST] = 0
-            rows = slice(0, int(box.control[TOKENS]))
-            self._lane.compute(
-                box.x[rows], box.weights[rows], box.ids[rows], box.cpu_map, box.partial[rows], False
-            )
-            self.requests += 1
-            box.control[ANSWER] = DONE
+    return compute
 
 
 @interpreted
@@ -135,7 +104,8 @@ def test_the_sum_of_the_lanes_is_the_oracles(
             SpunDoorbell(box, CPU),
             SideStream(CPU),
         )
-        with CpuLane(box, EngineLane(engine, spec, host, TOP_K, MOST)) as cpu:
+        over_host = EngineLane(engine, spec, host, TOP_K, MOST)
+        with AnsweringLane(box, by_the_engine(over_host)) as cpu:
             for number in range(6):
                 tokens = int(rng.integers(1, MOST + 1))
                 x = torch.randn((tokens, spec.hidden), generator=generator)

@@ -76,8 +76,8 @@ class OffloadRuntime:
         """
         self.prepare()
         self.store.wait(module.host.values())
-        number = list(self._modules).index(module.layer_name)
         if self.is_dummy:
+            number = list(self._modules).index(module.layer_name)
             # Apart by more than a layer counts on, expert by expert; 32 bits of a seed are used.
             fill_dummy(module.host, current_platform.device_type, seed=number << 16)
         num_slots = self._slots[module.layer_name]

@@ -56,14 +56,14 @@ class CapturedLayer:
         if self._cpu is not None:
             self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        first = int(step.hits_apart)
+        self._launch_fetch(first)
         if step.hits_apart:
-            # The hits read slots that no expert of this step is fetched into.
-            self._launch_fetch(1)
+            # Meanwhile: the hits read slots that no expert of this step is fetched into.
             self._compute(0, x, topk_weights, topk_ids, out)
-            self._side.join()
-            self._compute(1, x, topk_weights, topk_ids, out)
-        for wave in range(2 if step.hits_apart else 0, num_waves):
-            self._launch_fetch(wave)
+        for wave in range(first, num_waves):
+            if wave > first:
+                self._launch_fetch(wave)
             self._side.join()
             self._compute(wave, x, topk_weights, topk_ids, out)
         if self._cpu is None:
