@@ -103,7 +103,8 @@ class CpuExpertEngine:
     def close(self) -> None:
         """Ends the threads (those no other engine shares) and frees scratch and plans.
 
-        May be called twice. A later use of the engine or its plans raises RuntimeError.
+        May be called twice. A later use of the engine or its plans raises RuntimeError; calls that
+        have begun in other threads end as ever, and keep what they use until then.
         """
         for plan in list(self._plans):
             plan.close()
