@@ -327,7 +327,9 @@ class Session:
         }
         environment.pop(ROUTING_VARIABLE, None)
         if self.options.gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            visible = environment.get("CUDA_VISIBLE_DEVICES")
+            names = visible.split(",") if visible else [str(i) for i in range(self.options.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = names[gpu]
         handle, log = tempfile.mkstemp(suffix=".log", dir=self.folder)
         return Process(environment, self.cpus(gpu), handle, Path(log))
 
