@@ -97,12 +97,14 @@ def test_the_sum_of_the_lanes_is_the_oracles(
         MOST, spec.hidden, torch.float32, num_experts=num_experts, top_k=TOP_K, pinned=False
     )
     with CpuExpertEngine(threads=1) as engine:
+        few = 1
         layer = CapturedLayer(
             step,
             ExpertFetch(host, slots, num_programs=2, block=64),
             EngineLane(engine, spec, slots, TOP_K, MOST),
             SpunDoorbell(box, CPU),
             SideStream(CPU),
+            lambda rows: few,
         )
         over_host = EngineLane(engine, spec, host, TOP_K, MOST)
         with AnsweringLane(box, by_the_engine(over_host)) as cpu:
@@ -120,7 +122,7 @@ def test_the_sum_of_the_lanes_is_the_oracles(
                 weights = torch.rand((tokens, TOP_K), generator=generator)
                 box.partial.fill_(float("nan"))
                 few = int(rng.integers(1, waves + 1)) + hits_apart
-                got = layer.forward(x, weights, ids, few)
+                got = layer.forward(x, weights, ids)
                 everyone = torch.arange(num_experts + 1, dtype=torch.int32)
                 everyone[-1] = -1
                 expected = oracle.experts(spec, host, x, ids, weights, everyone)
