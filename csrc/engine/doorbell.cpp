@@ -203,11 +203,12 @@ void Doorbell::Service::serve() {
 }
 
 void Doorbell::Service::serve_one(int64_t index) {
-  serving_.store(index);
   const int64_t seen = now_ns();
   const Slot& slot = slots_[static_cast<size_t>(index)];
   Mailbox& mailbox = mailboxes_[index];
+  // Read before the watchdog may answer: the GPU could then be writing its next request.
   const int64_t tokens = mailbox.tokens;
+  serving_.store(index);
   try {
     if (tokens < 0 || tokens > slot.max_tokens) {
       throw std::invalid_argument("a request of " + std::to_string(tokens) +
