@@ -93,7 +93,7 @@ struct Operands {
 
 // The service thread watches for requests and computes them, one at a time, on the engine's pool,
 // whose caller it is. It watches without a break until `idle` has passed since the last request or
-// `wake`, then looks about once a millisecond, or once in four after a second without either.
+// `wake`, then looks about once a millisecond, or once in ten after a second without either.
 class Doorbell {
  public:
   // Serves a request of so many tokens. Runs on the service thread, never two at once.

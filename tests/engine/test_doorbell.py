@@ -244,27 +244,26 @@ def test_a_stall_ends_it(engine: CpuExpertEngine, generator: torch.Generator) ->
     """Another caller keeps the engine for longer than the timeout."""
     doorbell, layers = make(engine, generator, timeout=0.2)
     spec = ExpertSpec(1024, 1024, Activation.SILU, Format.FP32)
-    plan = engine.plan(spec, random_shard(spec, 2, generator), max_tokens=64, top_k=1)
-    long = random_batch(spec, 64, 1, (0, 2), generator)
+    plan = engine.plan(spec, random_shard(spec, 2, generator), max_tokens=64, top_k=16)
+
+    def work(tokens: int) -> tuple[torch.Tensor, ...]:
+        ids = torch.zeros(tokens, 16, dtype=torch.int32)
+        return torch.ones(tokens, 1024), ids, torch.ones(tokens, 16), torch.ones(tokens, 1024)
+
+    short = work(64)
     begin = time.monotonic()
-    plan.run(*long, torch.empty(64, 1024))
-    each = (time.monotonic() - begin) / 64
-    tokens = max(64, int(2.0 / each))
-    other = threading.Thread(
-        target=lambda: plan.run(
-            torch.zeros(tokens, 1024),
-            torch.zeros(tokens, 1, dtype=torch.int32),
-            torch.ones(tokens, 1),
-            torch.empty(tokens, 1024),
-        )
-    )
+    plan.run(*short)
+    long = work(int(64 * 2.5 / (time.monotonic() - begin)))
+    other = threading.Thread(target=plan.run, args=long)
     other.start()
-    time.sleep(0.05)
-    for layer in layers:
-        layer.write(batch_of(layer, generator))
-        layer.ring()
-    expect_failed(doorbell, layers, "layers.", "within 0.2 s")
-    other.join()
+    try:
+        time.sleep(0.05)
+        for layer in layers:
+            layer.write(batch_of(layer, generator))
+            layer.ring()
+        expect_failed(doorbell, layers, "layers.", "within 0.2 s")
+    finally:
+        other.join()  # the engine must not close under it
 
 
 def test_stop_answers_what_is_outstanding(
@@ -301,7 +300,7 @@ def test_an_idle_doorbell_burns_no_core(
     time.sleep(3)
     used = (time.process_time() - before) / 3
     print(f"idle: {used:.2%} of a core")
-    assert used < 0.01
+    assert used < 0.02  # 0.7% on a busy virtual machine; 3% if it looked each millisecond
     begin = time.monotonic()
     layers[0].ring()
     assert layers[0].wait() == DONE
