@@ -213,7 +213,10 @@ NB_MODULE(_engine, m) {
       .def("stop", &moe::Doorbell::stop, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("error", &moe::Doorbell::error)
       .def_prop_ro("stats", [](const moe::Doorbell& doorbell) {
-        const moe::Doorbell::Stats stats = doorbell.stats();
-        return nb::make_tuple(stats.requests, stats.tokens, stats.busy_ns);
+        nb::list all;
+        for (const moe::Doorbell::Stats& stats : doorbell.stats()) {
+          all.append(nb::make_tuple(stats.requests, stats.tokens, stats.busy_ns));
+        }
+        return all;
       });
 }

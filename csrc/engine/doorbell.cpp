@@ -74,13 +74,17 @@ class Doorbell::Service {
   void refuse();
 
   std::string error() const;
-  Stats stats() const;
+  std::vector<Stats> stats() const;
 
  private:
   struct Slot {
     std::string layer;
-    int64_t max_tokens;
+    int64_t max_tokens = 0;
     Compute compute;
+    // What it has served: see Stats.
+    std::atomic<int64_t> requests{0};
+    std::atomic<int64_t> tokens{0};
+    std::atomic<int64_t> busy_ns{0};
   };
 
   std::atomic_ref<uint32_t> request(int64_t index) const {
@@ -116,9 +120,7 @@ class Doorbell::Service {
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};
   std::atomic<bool> woken_{false};
-  std::atomic<int64_t> answered_{0};
-  std::atomic<int64_t> tokens_{0};
-  std::atomic<int64_t> busy_ns_{0};
+  std::atomic<int64_t> answered_{0};  // of all mailboxes, for the watchdog
 
   // Guards what follows, and the changes of stop_, failed_ and woken_ that a sleeper waits for.
   mutable std::mutex mutex_;
@@ -135,7 +137,10 @@ int64_t Doorbell::Service::add(std::string layer, int64_t max_tokens, Compute co
     throw std::invalid_argument("this doorbell's board has room for " + std::to_string(index) +
                                 " mailboxes, and they are taken: make it with more");
   }
-  slots_[static_cast<size_t>(index)] = {std::move(layer), max_tokens, std::move(compute)};
+  Slot& slot = slots_[static_cast<size_t>(index)];
+  slot.layer = std::move(layer);
+  slot.max_tokens = max_tokens;
+  slot.compute = std::move(compute);
   requests_[index] = kIdle;
   mailboxes_[index] = {};
   count_.store(index + 1, std::memory_order_release);
@@ -205,7 +210,7 @@ void Doorbell::Service::serve() {
 
 void Doorbell::Service::serve_one(int64_t index) {
   const int64_t seen = now_ns();
-  const Slot& slot = slots_[static_cast<size_t>(index)];
+  Slot& slot = slots_[static_cast<size_t>(index)];
   Mailbox& mailbox = mailboxes_[index];
   // Read before the watchdog may answer: the GPU could then be writing its next request.
   const int64_t tokens = mailbox.tokens;
@@ -225,10 +230,12 @@ void Doorbell::Service::serve_one(int64_t index) {
   const int64_t done = now_ns();
   mailbox.seen_ns = seen;
   mailbox.done_ns = done;
-  answer(index, kDone);
+  // Counted first: who has seen the answer finds it counted.
+  slot.requests.fetch_add(1, std::memory_order_relaxed);
+  slot.tokens.fetch_add(tokens, std::memory_order_relaxed);
+  slot.busy_ns.fetch_add(done - seen, std::memory_order_relaxed);
   answered_.fetch_add(1, std::memory_order_relaxed);
-  tokens_.fetch_add(tokens, std::memory_order_relaxed);
-  busy_ns_.fetch_add(done - seen, std::memory_order_relaxed);
+  answer(index, kDone);
 }
 
 void Doorbell::Service::doze(nanoseconds time) {
@@ -318,9 +325,15 @@ std::string Doorbell::Service::error() const {
   return error_;
 }
 
-Doorbell::Stats Doorbell::Service::stats() const {
-  return {answered_.load(std::memory_order_relaxed), tokens_.load(std::memory_order_relaxed),
-          busy_ns_.load(std::memory_order_relaxed)};
+std::vector<Doorbell::Stats> Doorbell::Service::stats() const {
+  std::vector<Stats> all;
+  for (int64_t i = 0; i < count(); ++i) {
+    const Slot& slot = slots_[static_cast<size_t>(i)];
+    all.push_back({slot.requests.load(std::memory_order_relaxed),
+                   slot.tokens.load(std::memory_order_relaxed),
+                   slot.busy_ns.load(std::memory_order_relaxed)});
+  }
+  return all;
 }
 
 Doorbell::Doorbell(std::shared_ptr<Engine> engine, std::byte* board, int64_t mailboxes,
@@ -405,6 +418,6 @@ bool Doorbell::stop() {
 
 std::string Doorbell::error() const { return service_->error(); }
 
-Doorbell::Stats Doorbell::stats() const { return service_->stats(); }
+std::vector<Doorbell::Stats> Doorbell::stats() const { return service_->stats(); }
 
 }  // namespace moe

@@ -1,6 +1,6 @@
 // The doorbell: how a GPU asks for a layer's experts from inside a captured graph, and how the CPU
 // answers. There is no CUDA here: the memory is the caller's, mapped and pinned where a GPU uses
-// it.
+// it. The GPU's side is device/request.py, which takes the offsets from here through the binding.
 //
 // LAYOUT. One board, at a 64-byte boundary, for up to M mailboxes; offsets in bytes:
 //
@@ -24,6 +24,9 @@
 //   GPU  behind all that in stream order, waits until answer >= 1 (cuStreamWaitValue32 with
 //        CU_STREAM_WAIT_VALUE_GEQ), then reads `out`. Only then may it ask again.
 //
+// A graph's step that has nothing to ask waits too: the GPU writes answer = 1 itself then, and
+// nothing else.
+//
 // The GPU never writes 0 to a request, and the CPU never 0 to an answer.
 //
 // FAILURE. A doorbell has failed, for good, when
@@ -46,6 +49,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "engine/plan.h"
 
@@ -104,6 +108,7 @@ class Doorbell {
     double idle_s = 0.02;
   };
 
+  // Of one mailbox, since it was added.
   struct Stats {
     int64_t requests;  // answered with kDone
     int64_t tokens;    // of those
@@ -139,7 +144,8 @@ class Doorbell {
 
   // What failed, or empty.
   std::string error() const;
-  Stats stats() const;
+  // Of every mailbox, in the order in which they were added.
+  std::vector<Stats> stats() const;
 
  private:
   class Service;

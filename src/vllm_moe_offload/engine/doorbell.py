@@ -42,10 +42,15 @@ class Mailbox:
     seen_ns: int
     done_ns: int
 
+    @classmethod
+    def at(cls, index: int, mailboxes: int) -> Mailbox:
+        """The mailbox of this index on a board for so many."""
+        return cls(index=index, **_engine.doorbell_offsets(mailboxes, index))
+
 
 @dataclass(frozen=True)
-class DoorbellStats:
-    """What a doorbell has served.
+class MailboxStats:
+    """What a mailbox was served, since it was added.
 
     Attributes:
         requests: How many requests were answered with DONE.
@@ -154,7 +159,7 @@ class Doorbell:
             out=out.data_ptr(),
             max_tokens=tokens,
         )
-        return Mailbox(index=index, **_engine.doorbell_offsets(self._mailboxes, index))
+        return Mailbox.at(index, self._mailboxes)
 
     def start(self) -> None:
         """Starts serving; nothing to do where that is so.
@@ -187,14 +192,19 @@ class Doorbell:
 
     @property
     def error(self) -> str | None:
-        """The layer that failed and the cause; None while all is well."""
+        """The layer that failed and the cause; None while all is well.
+
+        Cheap, and may be asked by any thread.
+        """
         return self._open().error or None
 
     @property
-    def stats(self) -> DoorbellStats:
-        """What was served since the doorbell was made."""
-        requests, tokens, busy_ns = self._open().stats
-        return DoorbellStats(requests, tokens, busy_ns / 1e9)
+    def stats(self) -> tuple[MailboxStats, ...]:
+        """What every mailbox was served, in the order in which they were added."""
+        return tuple(
+            MailboxStats(requests, tokens, busy_ns / 1e9)
+            for requests, tokens, busy_ns in self._open().stats
+        )
 
     def _open(self) -> _engine.Doorbell:
         if self._native is None:

@@ -34,6 +34,7 @@ class ExpertPlan:
                 f"top_k={top_k}"
             )
         self._experts = _check_tensors(spec, tensors)
+        self._top_k = top_k
         self._spec = spec
         self._tensors = dict(tensors)
         self._dtype = spec.activation_dtype
@@ -55,6 +56,11 @@ class ExpertPlan:
     def experts(self) -> int:
         """N: experts (or slots) in this shard."""
         return self._experts
+
+    @property
+    def top_k(self) -> int:
+        """K: the most experts a token is routed to."""
+        return self._top_k
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vllm_moe_offload.device.fetch import ExpertFetch
-from vllm_moe_offload.device.mailbox import Doorbell
+from vllm_moe_offload.device.request import CpuRequest
 from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.lanes.base import Lane
@@ -18,7 +18,8 @@ class CapturedLayer:
         step: Decides; its slots are those that `fetch` fills and `resident` reads.
         fetch: Copies what the step lists.
         resident: Computes from the slots.
-        cpu: Hands the CPU lane its experts; None where the step's limits leave none to it.
+        cpu: Asks the CPU lane for its experts, from `CpuLane.add`; None where the step's limits
+            leave none to it.
         side: What runs beside the current stream.
 
     A graph that captured a step needs this object to live.
@@ -29,7 +30,7 @@ class CapturedLayer:
         step: DeviceStep,
         fetch: ExpertFetch,
         resident: Lane,
-        cpu: Doorbell | None,
+        cpu: CpuRequest | None,
         side: SideStream,
     ) -> None:
         self.step = step
