@@ -1,4 +1,4 @@
-"""What loading a model takes of the GPU's and the host's memory."""
+"""What loading and serving a model take of the GPU's and the host's memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.plugins import load_general_plugins
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -63,3 +64,22 @@ def watch_loading() -> Iterator[Loading]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerWrapperBase, "load_model", load_model)
         yield loading
+
+
+@dataclass
+class Serving:
+    """The most GPU bytes above those held before: activations, all else being allocated then."""
+
+    gpu_peak: int = 0
+
+
+@contextmanager
+def watch_serving() -> Iterator[Serving]:
+    """Measures what is computed inside; filled in at its end."""
+    serving = Serving()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield serving
+    torch.cuda.synchronize()
+    serving.gpu_peak = torch.cuda.max_memory_allocated() - before

@@ -21,7 +21,7 @@ from tests.e2e.engines import (
 )
 from tests.e2e.faults import FAULTS
 from tests.gpu import checkpoints
-from tests.gpu.memory import watch_loading
+from tests.gpu.memory import anonymous_bytes, watch_loading, watch_serving
 from vllm_moe_offload import moe_offload_args
 
 pytestmark = [
@@ -46,13 +46,17 @@ def test_no_further_from_float32_than_stock(kind: str, tmp_path: Path) -> None:
     sequences = [list(p) for batch in prompts.batches for p in batch]
     with engine(plain, dtype="float32", enforce_eager=True, **SIZES) as llm:
         reference = log_probabilities(llm, sequences)
-    with engine(quantised, dtype="bfloat16", enforce_eager=True, **SIZES) as llm:
+    with (
+        engine(quantised, dtype="bfloat16", enforce_eager=True, **SIZES) as llm,
+        watch_serving() as stock_serving,
+    ):
         stock = log_probabilities(llm, sequences)
     print(f"\n{kind}: stock {errors(stock, reference)}")
 
     from vllm_moe_offload.device.cuda import CudaSlotCache
 
     settings = moe_offload_args(slots_per_layer=SLOTS[0])
+    host_before = anonymous_bytes()
     with (
         watch_loading() as loading,
         engine(quantised, dtype="bfloat16", enforce_eager=True, **settings, **SIZES) as llm,
@@ -68,7 +72,8 @@ def test_no_further_from_float32_than_stock(kind: str, tmp_path: Path) -> None:
         for slots in SLOTS:
             resize(llm, slots)
             began = time.perf_counter()
-            got = log_probabilities(llm, sequences)
+            with watch_serving() as serving:
+                got = log_probabilities(llm, sequences)
             seconds = time.perf_counter() - began
             done = stats(llm)
             print(
@@ -78,6 +83,17 @@ def test_no_further_from_float32_than_stock(kind: str, tmp_path: Path) -> None:
             assert is_no_further(got, stock, reference), slots
             if slots == checkpoints.EXPERTS:
                 assert (got == stock).all(), "all experts in slots: stock's own numbers"
+            print(
+                f"{kind}: serving takes {serving.gpu_peak / 2**20:.0f} MiB of the GPU, stock's "
+                f"{stock_serving.gpu_peak / 2**20:.0f} MiB"
+            )
+            # Beyond stock's activations: a float32 sum of the waves and the rounded result.
+            assert serving.gpu_peak <= 1.1 * stock_serving.gpu_peak + 2**26, slots
+        host = anonymous_bytes() - host_before
+        print(
+            f"{kind}: {host / 2**30:.2f} GiB of the host, {done['host_bytes'] / 2**30:.2f} experts"
+        )
+        assert host <= 1.1 * done["host_bytes"] + 1.5 * 2**30
         for name, plant in FAULTS.items():
             with pytest.MonkeyPatch.context() as patch:
                 plant(patch, CudaSlotCache)

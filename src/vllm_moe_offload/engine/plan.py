@@ -34,6 +34,7 @@ class ExpertPlan:
                 f"top_k={top_k}"
             )
         self._experts = _check_tensors(spec, tensors)
+        self._top_k = top_k
         self._spec = spec
         self._tensors = dict(tensors)
         self._dtype = spec.activation_dtype
@@ -55,6 +56,16 @@ class ExpertPlan:
     def experts(self) -> int:
         """N: experts (or slots) in this shard."""
         return self._experts
+
+    @property
+    def top_k(self) -> int:
+        """K: the most experts a token is routed to."""
+        return self._top_k
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The shard's weights by name; empty once the engine is closed."""
+        return self._tensors
 
     def run(
         self,
@@ -89,27 +100,24 @@ class ExpertPlan:
                 `out` is then untouched.
             RuntimeError: The engine is closed, or was made before a fork.
         """
-        if self._native is None:
-            raise RuntimeError(
-                "this plan's CPU expert engine is closed: make another and plan again"
-            )
+        native_plan = self.open()
         tokens = x.shape[0]
         top_k = topk_ids.shape[-1]
-        _check("x", x, (tokens, self._spec.hidden), self._dtype)
-        _check("topk_ids", topk_ids, (tokens, top_k), torch.int32)
-        _check("topk_weights", topk_weights, (tokens, top_k), torch.float32)
+        check_tensor("x", x, (tokens, self._spec.hidden), self._dtype)
+        check_tensor("topk_ids", topk_ids, (tokens, top_k), torch.int32)
+        check_tensor("topk_weights", topk_weights, (tokens, top_k), torch.float32)
         out_dtype = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32
-        _check("out", out, (tokens, self._spec.hidden), out_dtype)
+        check_tensor("out", out, (tokens, self._spec.hidden), out_dtype)
         if accumulate and out_dtype != torch.float32:
             raise ValueError("out is torch.bfloat16, and only float32 sums are added to")
         begin, end = self._part(intermediate)
         if expert_map is not None:
-            _check("expert_map", expert_map, (expert_map.numel(),), torch.int32)
+            check_tensor("expert_map", expert_map, (expert_map.numel(),), torch.int32)
         if tokens == 0 or top_k == 0:
             if not accumulate:
                 out.zero_()
             return
-        self._native.run(
+        native_plan.run(
             x.data_ptr(),
             topk_ids.data_ptr(),
             topk_weights.data_ptr(),
@@ -137,13 +145,24 @@ class ExpertPlan:
             )
         return begin, end
 
+    def open(self) -> _engine.Plan:
+        """The compiled plan, for other parts of the engine; RuntimeError once closed."""
+        if self._native is None:
+            raise RuntimeError(
+                "this plan's CPU expert engine is closed: make another and plan again"
+            )
+        return self._native
+
     def close(self) -> None:
         """Lets go of the engine and of the weights; a later `run` raises RuntimeError."""
         self._native = None
         self._tensors = {}
 
 
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raises ValueError unless the tensor is contiguous on the CPU, and of this shape and dtype."""
     if tensor.dtype != dtype:
         raise ValueError(f"{name} is {tensor.dtype}, {dtype} is needed: convert it with .to()")
     if tensor.shape != shape:
@@ -171,5 +190,5 @@ def _check_tensors(spec: ExpertSpec, tensors: Mapping[str, torch.Tensor]) -> int
     if experts < 1:
         raise ValueError(f"{needed[0]} holds no expert: its first dimension must count at least 1")
     for part in spec.layout.tensors:
-        _check(part.name, tensors[part.name], (experts, *part.shape), part.dtype)
+        check_tensor(part.name, tensors[part.name], (experts, *part.shape), part.dtype)
     return experts

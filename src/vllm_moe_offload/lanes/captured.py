@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from vllm_moe_offload.device.fetch import ExpertFetch
-from vllm_moe_offload.device.mailbox import Doorbell
+from vllm_moe_offload.device.request import CpuRequest
 from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.lanes.base import Lane
@@ -25,7 +25,8 @@ class CapturedLayer:
         step: Decides; its slots are those that `fetch` fills and `resident` reads.
         fetch: Copies what the step lists.
         resident: Computes from the slots.
-        cpu: Hands the CPU lane its experts; None where the step's limits leave none to it.
+        cpu: Asks the CPU lane for its experts, from `CpuLane.add`; None where the step's limits
+            leave none to it.
         side: What runs beside the current stream.
         waves: How many waves a step of so many rows has: 1 to the step's own number; with the hits
             apart 2 is the least. What they do not hold is the CPU's.
@@ -38,7 +39,7 @@ class CapturedLayer:
         step: DeviceStep,
         fetch: ExpertFetch,
         resident: Lane,
-        cpu: Doorbell | None,
+        cpu: CpuRequest | None,
         side: SideStream,
         waves: Callable[[int], int],
     ) -> None:
