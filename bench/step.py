@@ -5,18 +5,16 @@
 On a GPU. Each part runs in a graph of its own, once for each of 24 layers, timed by CUDA events
 around replays: `step_us` the decisions (`DeviceStep`), by the warps of the program;
 `fetch_gb_per_s` a number of experts from pinned memory, by the programs that copy; `doorbell_us`
-submit, a thread that answers at once without computing, wait and join; `doorbell_idle_us` the same
-where the CPU has no expert. The answering thread is Python's, so a few microseconds are its own.
+submit, the CPU engine's answer to a request in which it has no expert to compute, wait and join;
+`doorbell_idle_us` the same where the CPU is not asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +22,10 @@ import torch
 
 from bench.common import Row, Run, append, summary
 from vllm_moe_offload.device.fetch import ExpertFetch
-from vllm_moe_offload.device.mailbox import ANSWER, DONE, REQUEST, Doorbell, Mailbox
 from vllm_moe_offload.device.step import DeviceStep
-from vllm_moe_offload.experts import ExpertLayout, TensorSpec
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format, TensorSpec
+from vllm_moe_offload.lanes import CpuLane
 
 # Qwen3-30B-A3B's shape, with slots for 20% of its experts.
 LAYERS, EXPERTS, TOP_K, SLOTS, HIDDEN, INTERMEDIATE = 24, 128, 8, 26, 2048, 768
@@ -38,63 +37,33 @@ FETCHED = (1, 2, 4, 8)
 REPEATS, REPLAYS = 7, 20
 
 
-def layer_us(
-    work: Callable[[int], None],
-    around: AbstractContextManager[Any] | None = None,
-    replays: int = REPLAYS,
-) -> list[float]:
+def layer_us(work: Callable[[int], None], replays: int = REPLAYS) -> list[float]:
     """Microseconds a layer of `work(layer)`, captured once for each layer: one for each repeat.
 
     A repeat is the mean of so many replays.
     """
-    around = around or nullcontext()
-    with around:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for layer in range(LAYERS):
-                work(layer)  # compiles, which capturing does not allow
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=side):
-            for layer in range(LAYERS):
-                work(layer)
-        graph.replay()
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(REPEATS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / replays / LAYERS)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for layer in range(LAYERS):
+            work(layer)  # compiles, which capturing does not allow
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        for layer in range(LAYERS):
+            work(layer)
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / replays / LAYERS)
     return times
-
-
-class Answering:
-    """A thread that answers every request at once."""
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._control = mailbox.control.numpy()
-        self._stop = False
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Answering:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop = True
-        self._thread.join()
-
-    def _run(self) -> None:
-        control = self._control
-        while not self._stop:
-            if control[REQUEST]:
-                control[REQUEST] = 0
-                control[ANSWER] = DONE
 
 
 def routing(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,24 +131,31 @@ def fetch_rows(run: Run) -> list[Row]:
 
 
 def doorbell_rows(run: Run, batch: int) -> list[Row]:
-    """All layers share one mailbox: a layer's answer is there before the next one asks."""
+    """The CPU has one expert, which no row is routed to, or none."""
     ids, weights = routing(batch)
-    mailbox = Mailbox.allocate(batch, HIDDEN, DTYPE, num_experts=EXPERTS, top_k=TOP_K, pinned=True)
-    bell = Doorbell(mailbox, torch.device("cuda"))
+    ids.remainder_(EXPERTS - 1)
+    spec = ExpertSpec(HIDDEN, 1, Activation.SILU, Format.BF16)
     x = torch.randn(batch, HIDDEN, device="cuda").to(DTYPE)
     out = torch.empty_like(x)
     rows = []
-    for metric, last in (("doorbell_us", EXPERTS), ("doorbell_idle_us", 0)):
-        cpu_map = torch.full((EXPERTS + 1,), -1, dtype=torch.int32, device="cuda")
-        cpu_map[:last] = torch.arange(last, dtype=torch.int32)
+    with CpuExpertEngine() as engine:
+        lane = CpuLane(engine, max_layers=LAYERS, max_tokens=batch, device=x.device)
+        plan = engine.plan(spec, spec.layout.empty(EXPERTS), max_tokens=batch, top_k=TOP_K)
+        requests = [lane.add(f"layers.{layer}", plan) for layer in range(LAYERS)]
+        for metric, of_cpu in (("doorbell_us", 1), ("doorbell_idle_us", 0)):
+            cpu_map = torch.full((EXPERTS + 1,), -1, dtype=torch.int32, device="cuda")
+            cpu_map[EXPERTS - 1 : EXPERTS - 1 + of_cpu] = EXPERTS - 1
 
-        def work(layer: int, cpu_map: torch.Tensor = cpu_map) -> None:
-            bell.submit(x, ids[layer], weights[layer], cpu_map)
-            bell.wait()
-            bell.join(x, cpu_map, out)
+            def work(layer: int, cpu_map: torch.Tensor = cpu_map) -> None:
+                requests[layer].submit(x, ids[layer], weights[layer], cpu_map)
+                requests[layer].wait()
+                requests[layer].join(x, cpu_map, out)
 
-        times = layer_us(work, Answering(mailbox))
-        rows.append(row(run, "thread", metric, "us", times, batch=batch))
+            times = layer_us(work)
+            lane.check()
+            who = f"{engine.threads} threads, {engine.isa}"
+            rows.append(row(run, who, metric, "us", times, batch=batch))
+        lane.close()
     return rows
 
 

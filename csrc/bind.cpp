@@ -6,8 +6,12 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
+#include "engine/doorbell.h"
 #include "engine/measure.h"
 #include "engine/plan.h"
 #include "engine/topology.h"
@@ -113,6 +117,40 @@ void run(const moe::Plan& plan, Address x, Address ids, Address weights, int64_t
             .map_size = map_size});
 }
 
+std::shared_ptr<moe::Doorbell> make_doorbell(std::shared_ptr<moe::Engine> engine, Address board,
+                                             int64_t mailboxes, double timeout, double idle) {
+  return std::make_shared<moe::Doorbell>(
+      std::move(engine), pointer<std::byte>(board), mailboxes,
+      moe::Doorbell::Settings{.timeout_s = timeout, .idle_s = idle});
+}
+
+int64_t add_mailbox(moe::Doorbell& doorbell, std::string layer, std::shared_ptr<moe::Plan> plan,
+                    Address x, Address ids, Address weights, int64_t top_k, Address map,
+                    int64_t map_size, Address out, int64_t max_tokens) {
+  return doorbell.add(std::move(layer), std::move(plan),
+                      {.x = pointer<const void>(x),
+                       .ids = pointer<const int32_t>(ids),
+                       .weights = pointer<const float>(weights),
+                       .top_k = top_k,
+                       .map = pointer<const int32_t>(map),
+                       .map_size = map_size,
+                       .out = pointer<float>(out)},
+                      max_tokens);
+}
+
+// Where a GPU and the CPU find a mailbox's fields, in bytes from the board's begin.
+nb::dict doorbell_offsets(int64_t mailboxes, int64_t index) {
+  const int64_t mailbox =
+      moe::mailboxes_offset(mailboxes) + index * static_cast<int64_t>(sizeof(moe::Mailbox));
+  nb::dict offsets;
+  offsets["request"] = index * static_cast<int64_t>(sizeof(uint32_t));
+  offsets["tokens"] = mailbox + static_cast<int64_t>(offsetof(moe::Mailbox, tokens));
+  offsets["answer"] = mailbox + static_cast<int64_t>(offsetof(moe::Mailbox, answer));
+  offsets["seen_ns"] = mailbox + static_cast<int64_t>(offsetof(moe::Mailbox, seen_ns));
+  offsets["done_ns"] = mailbox + static_cast<int64_t>(offsetof(moe::Mailbox, done_ns));
+  return offsets;
+}
+
 }  // namespace
 
 NB_MODULE(_engine, m) {
@@ -158,4 +196,27 @@ NB_MODULE(_engine, m) {
       .def("run", &run, "x"_a, "ids"_a, "weights"_a, "tokens"_a, "top_k"_a, "map"_a, "map_size"_a,
            "out"_a, "out_bf16"_a, "accumulate"_a, "inner_begin"_a, "inner_end"_a,
            nb::call_guard<nb::gil_scoped_release>());
+
+  m.attr("BOARD_ALIGN") = moe::kBoardAlign;
+  m.attr("ASKED") = moe::kAsked;
+  m.attr("DONE") = moe::kDone;
+  m.attr("FAILED") = moe::kFailed;
+  m.def("board_bytes", &moe::board_bytes, "mailboxes"_a);
+  m.def("doorbell_offsets", &doorbell_offsets, "mailboxes"_a, "index"_a);
+  nb::class_<moe::Doorbell>(m, "Doorbell")
+      .def(nb::new_(&make_doorbell), nb::kw_only(), "engine"_a, "board"_a, "mailboxes"_a,
+           "timeout"_a, "idle"_a)
+      .def("add", &add_mailbox, nb::kw_only(), "layer"_a, "plan"_a, "x"_a, "ids"_a, "weights"_a,
+           "top_k"_a, "map"_a, "map_size"_a, "out"_a, "max_tokens"_a)
+      .def("start", &moe::Doorbell::start)
+      .def("wake", &moe::Doorbell::wake)
+      .def("stop", &moe::Doorbell::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("error", &moe::Doorbell::error)
+      .def_prop_ro("stats", [](const moe::Doorbell& doorbell) {
+        nb::list all;
+        for (const moe::Doorbell::Stats& stats : doorbell.stats()) {
+          all.append(nb::make_tuple(stats.requests, stats.tokens, stats.busy_ns));
+        }
+        return all;
+      });
 }

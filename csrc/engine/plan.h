@@ -75,6 +75,8 @@ class Plan {
   void run(const Job& job, const Routing& routing) const;
 
   const Layer& layer() const { return layer_; }
+  // The most experts of a token.
+  int64_t top_k() const { return top_k_; }
 
  private:
   void run_chunk(const Job& job, const Routing& routing, int64_t begin, int64_t end) const;

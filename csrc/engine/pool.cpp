@@ -8,20 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "engine/pause.h"
+
 namespace moe {
 namespace {
 
 // Between two layers of one step little more than the attention passes, so a thread that watches
 // this long is mostly awake for the next call. Waking a sleeping one costs about as much.
 constexpr std::chrono::microseconds kSpin{100};
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
 
 // Waits until `value` differs from `seen`: spins, then sleeps.
 void wait_for_change(const std::atomic<uint32_t>& value, uint32_t seen) {
@@ -63,6 +57,7 @@ Pool::Pool(const std::vector<Core>& cores, int threads)
     if (!same) node_threads_.push_back(0);
     ++node_threads_.back();
   }
+  first_cpu_ = cores.front().cpu;
   shares_ = std::make_unique<Share[]>(static_cast<size_t>(kMaxPhases * threads));
   workers_.reserve(static_cast<size_t>(threads) - 1);
   for (int i = 1; i < threads; ++i) {
@@ -91,6 +86,8 @@ void Pool::require_usable() const {
         "fork: make an engine in this process, or start it with the spawn method");
   }
 }
+
+void Pool::pin_caller() const { pin(first_cpu_); }
 
 void Pool::run(const Phase* phases, int count, const void* context) {
   require_usable();

@@ -40,6 +40,9 @@ class Pool {
   // have ended (later phases are then skipped). Throws where the pool is not usable.
   void run(const Phase* phases, int count, const void* context);
 
+  // Pins the calling thread to the core left to the caller: for a thread that does little else.
+  void pin_caller() const;
+
   int threads() const { return threads_; }
   // Threads of each NUMA node that has any, in the order of the threads.
   const std::vector<int>& node_threads() const { return node_threads_; }
@@ -69,6 +72,7 @@ class Pool {
 
   const int threads_;
   const int64_t owner_process_;
+  int first_cpu_ = 0;
   std::vector<int> node_threads_;
   std::recursive_mutex mutex_;
   std::vector<std::thread> workers_;

@@ -4,7 +4,8 @@ OffloadError
 ├── ConfigError        a setting is unknown, malformed or contradicts another (a ValueError)
 ├── UnsupportedError   the model, the vLLM version or another feature does not go with offload
 ├── MemoryShortError   host or device memory does not hold what was asked for
-└── InactiveError      offload was asked for and would be active on no layer
+├── InactiveError      offload was asked for and would be active on no layer
+└── CpuLaneError       the CPU lane failed while it served
 """
 
 
@@ -26,3 +27,7 @@ class MemoryShortError(OffloadError):
 
 class InactiveError(OffloadError):
     """Offload was asked for and would be active on no layer."""
+
+
+class CpuLaneError(OffloadError):
+    """The CPU lane failed while it served: what steps since then have computed is wrong."""

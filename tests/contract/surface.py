@@ -178,9 +178,19 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "parallel_config": None,
             "model_config": None,
             "scheduler_config": None,
+            "compilation_config": None,
         }
     },
-    "vllm/config/compilation.py": {"CompilationConfig": {"static_forward_context": None}},
+    "vllm/config/compilation.py": {
+        "CompilationConfig": {
+            "static_forward_context": None,
+            "cudagraph_mode": None,
+            "cudagraph_capture_sizes": None,
+            "max_cudagraph_capture_size": None,
+        },
+        "CUDAGraphMode": {"NONE": None},
+    },
+    "vllm/model_executor/layers/mamba/abstract.py": {"MambaBase": {"get_state_shape": ["self"]}},
     "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},
 }
 # Names that must not be there: the plugin adds them and would hide vLLM's own.

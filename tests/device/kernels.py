@@ -43,6 +43,7 @@ def run_interpreted(file: str) -> None:
         [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-p", "no:cacheprovider", file],
         capture_output=True,
         text=True,
+        timeout=900,  # a request that nobody answers is waited for without end
         env=os.environ | {"TRITON_INTERPRET": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,24 +1,24 @@
-"""CPU lanes that answer a mailbox, one of them simple enough to be its own oracle."""
+"""A CPU lane that answers a request's mailbox, simple enough to be its own oracle."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from vllm_moe_offload.device.mailbox import ANSWER, DONE, REQUEST, TOKENS, Mailbox
+from vllm_moe_offload.device.request import CpuRequest, Operands, shared_zeros
+from vllm_moe_offload.engine import ASKED, DONE, Doorbell, Mailbox
 
 SECONDS = 20
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What lay in the mailbox when the request came."""
+    """What the operands were when the request came."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -33,30 +33,43 @@ def partial_sum(seen: Seen) -> torch.Tensor:
     return factors.sum(1, keepdim=True) * seen.x.float()
 
 
-def wait_for_answer(mailbox: Mailbox) -> None:
-    """As a GPU's stream waits, where there is none."""
-    until = time.monotonic() + SECONDS
-    while mailbox.control[ANSWER] < DONE:
-        assert time.monotonic() < until, "no answer"
-        time.sleep(0)
+class Rig:
+    """A request, the memory behind it, and the flags as both sides see them.
 
-
-class AnsweringLane:
-    """Answers a mailbox from a thread, as long as it is entered.
-
-    `compute` is given the mailbox and the rows that are asked for, and writes them to `partial`.
+    Its mailbox is one of several on the board, and none of the first.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        compute: Callable[[Mailbox, slice], None],
-        answer: int = DONE,
-        delay: float = 0,
-    ) -> None:
-        self.requests = 0
-        self._mailbox = mailbox
-        self._compute = compute
+    MAILBOXES, INDEX = 20, 17
+
+    def __init__(self, operands: Operands, device: torch.device) -> None:
+        self.operands = operands
+        self.board = shared_zeros(
+            Doorbell.board_bytes(self.MAILBOXES), dtype=torch.uint8, device=device
+        )
+        mailbox = Mailbox.at(self.INDEX, self.MAILBOXES)
+        self.request = CpuRequest(self.board, mailbox, operands, device)
+        self.asked, self.tokens, self.answer = (
+            self.board[at : at + 4].view(torch.int32).numpy()
+            for at in (mailbox.request, mailbox.tokens, mailbox.answer)
+        )
+
+    def wait(self) -> None:
+        """As the stream waits; where there is none, not for ever."""
+        if self.board.is_pinned():
+            self.request.wait()
+            return
+        until = time.monotonic() + SECONDS
+        while self.answer[0] < DONE:
+            assert time.monotonic() < until, "no answer"
+            time.sleep(0)
+
+
+class FakeLane:
+    """Answers from a thread, as long as it is entered, with `partial_sum`; keeps what it saw."""
+
+    def __init__(self, rig: Rig, answer: int = DONE, delay: float = 0) -> None:
+        self.seen: list[Seen] = []
+        self._rig = rig
         self._answer = answer
         self._delay = delay
         self._stop = threading.Event()
@@ -76,32 +89,21 @@ class AnsweringLane:
         self._thread.join()
 
     def _run(self) -> None:
-        control = self._mailbox.control.numpy()
+        rig, operands = self._rig, self._rig.operands
         while not self._stop.is_set():
-            if control[REQUEST] != 1:
+            if rig.asked[0] != ASKED:
                 time.sleep(0)
                 continue
-            assert control[ANSWER] == 0
-            control[REQUEST] = 0
+            assert rig.answer[0] == 0
+            rig.asked[0] = 0
             time.sleep(self._delay)
-            self._compute(self._mailbox, slice(0, int(control[TOKENS])))
-            self.requests += 1
-            control[ANSWER] = self._answer
-
-
-class FakeLane(AnsweringLane):
-    """Answers with `partial_sum`, and keeps what it was given."""
-
-    def __init__(self, mailbox: Mailbox, answer: int = DONE, delay: float = 0) -> None:
-        super().__init__(mailbox, self._sum, answer, delay)
-        self.seen: list[Seen] = []
-
-    def _sum(self, mailbox: Mailbox, rows: slice) -> None:
-        seen = Seen(
-            mailbox.x[rows].clone(),
-            mailbox.ids[rows].clone(),
-            mailbox.weights[rows].clone(),
-            mailbox.cpu_map.clone(),
-        )
-        self.seen.append(seen)
-        mailbox.partial[rows] = partial_sum(seen)
+            rows = slice(0, int(rig.tokens[0]))
+            seen = Seen(
+                operands.x[rows].clone(),
+                operands.ids[rows].clone(),
+                operands.weights[rows].clone(),
+                operands.cpu_map.clone(),
+            )
+            self.seen.append(seen)
+            operands.partial[rows] = partial_sum(seen)
+            rig.answer[0] = self._answer

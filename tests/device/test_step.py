@@ -52,12 +52,15 @@ class Pair:
             np.testing.assert_array_equal(self.device.value.cpu(), self.policy.value)
         assert self.device.expert_maps[:, -1].tolist() == [-1] * self.layer.num_waves
         assert self.device.cpu_map[-1] == -1
+        tokens = int((ids < self.layer.num_experts).any(1).sum())
         for name, count in dict(
-            steps=1,
+            steps=tokens > 0,
+            tokens=tokens,
             hits=plan.hits,
             misses=plan.misses,
             fetched=plan.fetched,
             cpu_experts=len(plan.cpu),
+            waves=sum(bool(wave.experts) for wave in plan.waves),
         ).items():
             self.counters[name] += count
         assert self.device.read_counters() == self.counters

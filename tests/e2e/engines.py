@@ -24,12 +24,18 @@ def engine(model: Path, *, dtype: str = "float32", **arguments: Any) -> Iterator
         str(model),
         dtype=dtype,
         skip_tokenizer_init=True,
-        max_model_len=512,
-        max_num_seqs=16,
-        max_num_batched_tokens=CHUNK,
         enable_prefix_caching=False,
         seed=0,
-        **({"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20} | arguments),
+        **(
+            {
+                "max_model_len": 512,
+                "max_num_seqs": 16,
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": 64 << 20,
+                "max_num_batched_tokens": CHUNK,
+            }
+            | arguments
+        ),
     )
     try:
         yield llm
@@ -90,6 +96,26 @@ def log_probabilities(llm: LLM, sequences: Sequence[Sequence[int]]) -> np.ndarra
             assert entry is not None
             values.append(entry[token].logprob)
     return np.array(values)
+
+
+def decoded(
+    llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[list[list[int]], np.ndarray]:
+    """Greedy tokens after each prompt, all prompts at once, and log p of each as it was drawn."""
+    parameters = SamplingParams(
+        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=list(p)) for p in prompts], parameters, use_tqdm=False
+    )
+    drawn = [output.outputs[0] for output in outputs]
+    tokens = [list(one.token_ids) for one in drawn]
+    values = [
+        entry[token].logprob
+        for one in drawn
+        for token, entry in zip(one.token_ids, one.logprobs or [], strict=True)
+    ]
+    return tokens, np.array(values)
 
 
 def sequences_of(prompts: Prompts, continuations: Sequence[Sequence[int]]) -> list[list[int]]:

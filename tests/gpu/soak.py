@@ -88,7 +88,7 @@ def soak(kind: str, seconds: float, options: argparse.Namespace) -> None:
                     resize(llm, rng.choice(SLOTS))
                     # Nothing may be read that was not fetched: all slots hold NaN.
                     for checked in checked_layers(llm):
-                        for tensor in checked.layer._cache.tensors.values():
+                        for tensor in checked.layer._slots.cache.tensors.values():
                             tensor.view(torch.uint8).fill_(0xFF)
                 tokens += generate(llm, rng)
                 done += 1

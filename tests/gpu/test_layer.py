@@ -53,14 +53,14 @@ def draw(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 def poison(checked: Checked) -> None:
     """Every byte of every slot becomes part of a NaN."""
-    for tensor in checked.layer._cache.tensors.values():
+    for tensor in checked.layer._slots.cache.tensors.values():
         tensor.view(torch.uint8).fill_(0xFF)
 
 
 @torch.inference_mode()
 def test_slots_and_waves_compute_what_all_experts_do(running: tuple) -> None:
     kind, llm = running
-    inputs = [draw(rows, seed) for seed, rows in enumerate((1, 3, 17, 64))]
+    inputs = [draw(rows, seed) for seed, rows in enumerate((1, 3, 17, 64, 65, 200))]
     resize(llm, E)
     everything = [[c.layer.forward(*i) for i in inputs] for c in checked_layers(llm)]
     print(
@@ -90,7 +90,7 @@ def test_experts_in_any_order_behind_a_map_are_bit_identical(running: tuple) -> 
     x, weights, ids = draw(33, 7)
     stock = [c.layer.forward(x, weights, ids) for c in checked_layers(llm)]
     for checked, expected in zip(checked_layers(llm), stock, strict=True):
-        cache, lane = checked.layer._slots()
+        cache, lane = checked.layer._slots.cache, checked.layer._slots.resident
         for seed in range(3):
             order = torch.randperm(E, generator=torch.Generator().manual_seed(seed))
             poison(checked)
@@ -119,7 +119,7 @@ def test_a_stale_slot_is_noticed(running: tuple) -> None:
     checked = next(checked_layers(llm))
     exact = checked.routed(x, weights, ids)
     assert relative_error(checked.layer.forward(x, weights, ids), exact) <= FLOOR[kind]
-    cache, _ = checked.layer._slots()
+    cache = checked.layer._slots.cache
     number = int(ids[0, 0])
     for tensor in cache.tensors.values():
         tensor[number].copy_(tensor[(number + 1) % E])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  #
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: E402
     UnquantizedFusedMoEMethod,
 )
+from vllm.model_executor.layers.mamba.abstract import MambaBase  # noqa: E402
 from vllm.model_executor.models import qwen3_moe  # noqa: E402
 from vllm.v1.worker.worker_base import WorkerWrapperBase  # noqa: E402
 
@@ -263,7 +265,7 @@ def test_a_parameter_that_is_not_one_row_an_expert_stops_the_start(
 
 
 def test_rows_without_a_place_in_the_kv_cache_are_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = SimpleNamespace(slot_mapping={"attn": torch.tensor([7, -1, 0])})
+    context = SimpleNamespace(slot_mapping={"attn": torch.tensor([7, -1, 0])}, no_compile_layers={})
     monkeypatch.setattr(layers, "is_forward_context_available", lambda: True)
     monkeypatch.setattr(layers, "get_forward_context", lambda: context)
     assert layers.padding_rows(3).tolist() == [False, True, False]
@@ -272,6 +274,24 @@ def test_rows_without_a_place_in_the_kv_cache_are_padding(monkeypatch: pytest.Mo
     assert layers.padding_rows(3) is None
     monkeypatch.setattr(layers, "is_forward_context_available", lambda: False)
     assert layers.padding_rows(3) is None
+
+
+def test_the_places_are_those_of_a_layer_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of Mamba's, where -1 of a dummy run stays, nor of encoder-only attention."""
+    stale, fresh, places = (torch.tensor([n, -n]) for n in (-1, -1, 1))
+    context = SimpleNamespace(
+        slot_mapping={"mamba": stale, "encoder": fresh, "attn": places},
+        no_compile_layers={
+            "mamba": mock.create_autospec(MambaBase, instance=True),
+            "encoder": SimpleNamespace(attn_type="encoder_only"),
+            "attn": SimpleNamespace(attn_type="decoder"),
+        },
+    )
+    monkeypatch.setattr(layers, "is_forward_context_available", lambda: True)
+    monkeypatch.setattr(layers, "get_forward_context", lambda: context)
+    assert layers.padding_rows(2).tolist() == [False, True]
+    del context.slot_mapping["attn"]
+    assert layers.padding_rows(2) is None
 
 
 @pytest.mark.parametrize(

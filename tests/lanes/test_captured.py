@@ -6,8 +6,6 @@ engine as the resident lane and as the CPU lane that answers the doorbell.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -15,16 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.device.kernels import INTERPRETED, run_interpreted
-from tests.device.lane import AnsweringLane, wait_for_answer
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
 from vllm_moe_offload.device.fetch import ExpertFetch
-from vllm_moe_offload.device.mailbox import Doorbell, Mailbox
 from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
-from vllm_moe_offload.lanes import EngineLane
+from vllm_moe_offload.lanes import CpuLane, EngineLane
 from vllm_moe_offload.lanes.captured import CapturedLayer
 from vllm_moe_offload.routing import POLICIES
 
@@ -32,24 +28,6 @@ CPU = torch.device("cpu")
 TOP_K, MOST = 3, 5
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of the last test")
-
-
-class SpunDoorbell(Doorbell):
-    """Where there is no stream that could wait."""
-
-    def wait(self) -> None:
-        wait_for_answer(self.mailbox)
-
-
-def by_the_engine(lane: EngineLane) -> Callable[[Mailbox, slice], None]:
-    """What a CPU lane computes for a mailbox."""
-
-    def compute(box: Mailbox, rows: slice) -> None:
-        lane.compute(
-            box.x[rows], box.weights[rows], box.ids[rows], box.cpu_map, box.partial[rows], False
-        )
-
-    return compute
 
 
 @interpreted
@@ -93,43 +71,41 @@ def test_the_sum_of_the_lanes_is_the_oracles(
         device=CPU,
     )
     step.set_limits(np.minimum(np.arange(num_experts + 1), fetched))
-    box = Mailbox.allocate(
-        MOST, spec.hidden, torch.float32, num_experts=num_experts, top_k=TOP_K, pinned=False
-    )
     with CpuExpertEngine(threads=1) as engine:
+        few = 1
+        cpu = CpuLane(engine, max_layers=1, max_tokens=MOST, device=CPU)
+        over_host = engine.plan(spec, host, max_tokens=MOST, top_k=TOP_K)
+        request = cpu.add("layer", over_host)
         layer = CapturedLayer(
             step,
             ExpertFetch(host, slots, num_programs=2, block=64),
             EngineLane(engine, spec, slots, TOP_K, MOST),
-            SpunDoorbell(box, CPU),
+            request,
             SideStream(CPU),
+            lambda rows: few,
         )
-        over_host = EngineLane(engine, spec, host, TOP_K, MOST)
-        with AnsweringLane(box, by_the_engine(over_host)) as cpu:
-            for number in range(6):
-                tokens = int(rng.integers(1, MOST + 1))
-                x = torch.randn((tokens, spec.hidden), generator=generator)
-                ids = torch.stack(
-                    [
-                        torch.randperm(num_experts, generator=generator)[:TOP_K]
-                        for _ in range(tokens)
-                    ]
-                ).int()
-                padded = torch.from_numpy(rng.random(tokens) < 0.2)
-                ids[padded] = num_experts
-                weights = torch.rand((tokens, TOP_K), generator=generator)
-                box.partial.fill_(float("nan"))
-                few = int(rng.integers(1, waves + 1)) + hits_apart
-                got = layer.forward(x, weights, ids, few)
-                everyone = torch.arange(num_experts + 1, dtype=torch.int32)
-                everyone[-1] = -1
-                expected = oracle.experts(spec, host, x, ids, weights, everyone)
-                assert oracle.relative_error(got, expected) <= tolerance(spec), number
-            counters = step.read_counters()
-            assert counters["fetched"] + counters["cpu_experts"] == counters["misses"]
-            if fetched == 0:
-                assert counters["fetched"] == 0
-            assert (cpu.requests > 0) == (counters["cpu_experts"] > 0)
+        for number in range(6):
+            tokens = int(rng.integers(1, MOST + 1))
+            x = torch.randn((tokens, spec.hidden), generator=generator)
+            ids = torch.stack(
+                [torch.randperm(num_experts, generator=generator)[:TOP_K] for _ in range(tokens)]
+            ).int()
+            padded = torch.from_numpy(rng.random(tokens) < 0.2)
+            ids[padded] = num_experts
+            weights = torch.rand((tokens, TOP_K), generator=generator)
+            request.operands.partial.fill_(float("nan"))
+            few = int(rng.integers(1, waves + 1)) + hits_apart
+            got = layer.forward(x, weights, ids)
+            everyone = torch.arange(num_experts + 1, dtype=torch.int32)
+            everyone[-1] = -1
+            expected = oracle.experts(spec, host, x, ids, weights, everyone)
+            assert oracle.relative_error(got, expected) <= tolerance(spec), number
+        counters = step.read_counters()
+        assert counters["fetched"] + counters["cpu_experts"] == counters["misses"]
+        if fetched == 0:
+            assert counters["fetched"] == 0
+        asked = cpu.stats()["layer"].requests
+        assert (asked > 0) == (counters["cpu_experts"] > 0)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")

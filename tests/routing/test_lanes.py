@@ -21,6 +21,7 @@ from vllm_moe_offload.routing import (
     StepPlan,
     make_policy,
     plan_lanes,
+    waves_for_all,
 )
 
 SEED = st.integers(0, 2**32 - 1)
@@ -113,17 +114,51 @@ def test_without_limits_it_is_the_eager_step(data: st.DataObject, seed: int) -> 
         np.testing.assert_array_equal(table.expert_of, eager.table.expert_of)
 
 
-def test_a_crowd_goes_in_one_wave_where_more_waves_would_hold_less() -> None:
-    """Two waves through two slots each, to keep the valued, would leave more to the CPU."""
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), seed=SEED)
+def test_so_many_waves_hold_whatever_a_step_names(data: st.DataObject, seed: int) -> None:
+    layer = data.draw(layers())
+    table = SlotTable(layer.num_experts, layer.num_slots)
+    policy = make_policy(layer.policy, layer.num_experts)
+    limits = np.arange(layer.num_experts + 1)
+    for ids, weights, _ in steps(layer, np.random.default_rng(seed), 8):
+        waves = waves_for_all(ids.size, layer.num_experts, layer.num_slots, layer.policy)
+        plan = plan_lanes(
+            table,
+            policy,
+            ids,
+            weights,
+            limits,
+            cache_topk=layer.top_k,
+            num_waves=waves + layer.hits_apart,
+            hits_apart=layer.hits_apart,
+        )
+        assert plan.cpu == ()
+
+
+@pytest.mark.parametrize(
+    ("policy", "ids", "waves"), [("lru", 8, 1), ("lru", 9, 2), ("lru", 99, 3), ("static", 8, 4)]
+)
+def test_the_waves_for_all_are_as_few_as_can_be(policy: str, ids: int, waves: int) -> None:
+    assert waves_for_all(ids, 24, 8, policy) == waves
+
+
+@pytest.mark.parametrize(
+    ("num_waves", "fetched"),
+    [(1, [8]), (2, [8, 8]), (4, [4, 4, 4, 4]), (8, [2] * 8), (9, [2] * 8 + [0])],
+)
+def test_a_crowd_passes_through_as_few_slots_as_the_waves_allow(
+    num_waves: int, fetched: list[int]
+) -> None:
+    """Sixteen experts come at once where eight are, each of more value than any of them."""
     table, policy = SlotTable(24, 8), make_policy("lfu", 24)
     experts = np.arange(24).reshape(1, 24)
-    fetched = []
     for ids in (*[experts[:, :8]] * 4, experts[:, 8:]):
         plan = plan_lanes(
-            table, policy, ids, np.ones(ids.shape), np.arange(25), cache_topk=24, num_waves=2
-        )
-        fetched.append([wave.fetched for wave in plan.waves])
-    assert fetched == [[8, 0], [0, 0], [0, 0], [0, 0], [8, 0]]
+            table, policy, ids, np.ones(ids.shape), np.arange(25), cache_topk=24,
+            num_waves=num_waves,
+        )  # fmt: skip
+    assert [wave.fetched for wave in plan.waves] == fetched
 
 
 def test_nothing_fetched_leaves_every_miss_to_the_cpu() -> None:

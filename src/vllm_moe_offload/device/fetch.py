@@ -47,6 +47,7 @@ class ExpertFetch:
         for name in host:
             if not (host[name].is_contiguous() and slots[name].is_contiguous()):
                 raise ValueError(f"{name} must be contiguous, in host memory and in the slots")
+        self.expert_bytes = layouts[0].nbytes
         self.num_programs = num_programs
         self.block = block
         pairs = [_as_words(host[name], slots[name]) for name in layouts[0].names]

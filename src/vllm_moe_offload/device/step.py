@@ -15,10 +15,12 @@ import torch
 from vllm_moe_offload.routing import POLICIES, LanePlan, Residency, SlotTable, Wave
 
 MAX_EXPERTS = 512
-COUNTERS = ("steps", "hits", "misses", "fetched", "cpu_experts")
+# `steps` those that have a token; `waves` those that compute an expert.
+COUNTERS = ("steps", "tokens", "hits", "misses", "fetched", "cpu_experts", "waves")
 
-# Ids read at once; more are read in turns.
-_MAX_BLOCK = 1024
+# Ids read at once; more are read in turns. Fewer than there are threads cost as much, and each
+# number of them a compilation.
+_MIN_BLOCK, _MAX_BLOCK = 128, 1024
 
 
 class DeviceStep:
@@ -82,6 +84,7 @@ class DeviceStep:
         self.num_waves = num_waves
         self.hits_apart = hits_apart
         self.num_slots = self._checked(num_slots)
+        self._width = max(_power_of_two(num_experts), 32)
 
         def table(*shape: int, fill: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
@@ -92,15 +95,15 @@ class DeviceStep:
             self.fetches = table(num_waves, num_experts, 2, fill=-1)
             self.fetch_counts = table(num_waves, fill=0)
             self.cpu_map = table(num_experts + 1, fill=-1)
-            self.slot_of = table(num_experts, fill=-1)
-            self.last_used = table(num_experts, fill=-1)
-            self.value = table(num_experts, fill=0)
-            self.step = table(1, fill=0)
+            # One tensor, so that the host reads it, and writes it, at once.
+            self._state = table(4, self._width, fill=-1)
+            self.slot_of, self.last_used, self.value = self._state[:3, :num_experts]
+            self.step = self._state[3, :1]
+            self._state[2:].zero_()
             self.counters = table(len(COUNTERS), fill=0, dtype=torch.int64)
             self.limits = table(num_experts + 1, fill=num_experts)
             # The step in which an expert was last heavy enough to be fetched: of no use after it.
             self._last_heavy = table(num_experts, fill=-1)
-        self._width = max(_power_of_two(num_experts), 32)
         self.num_warps = max(self._width // 32, 4)
         self._kernel = _kernel()
 
@@ -143,13 +146,13 @@ class DeviceStep:
             self.counters,
             total,
             self.num_slots,
+            waves,
             E=self.num_experts,
             K=self.top_k,
             POLICY=self.policy,
             CACHE_TOPK=self.cache_topk,
-            WAVES=waves,
             HITS_APART=self.hits_apart,
-            BLOCK=min(_power_of_two(total), _MAX_BLOCK),
+            BLOCK=min(max(_power_of_two(total), _MIN_BLOCK), _MAX_BLOCK),
             N=self._width,
             num_warps=self.num_warps,
         )
@@ -172,6 +175,10 @@ class DeviceStep:
         self._last_heavy.fill_(-1)
         self.value.zero_()
         self.step.zero_()
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Start to count anew."""
         self.counters.zero_()
 
     def invalidate(self) -> None:
@@ -192,37 +199,32 @@ class DeviceStep:
 
         Raises ValueError if it is of other sizes, or an empty slot is followed by a filled one.
         """
-        if (table.num_experts, table.num_slots) != (self.num_experts, self.num_slots):
-            raise ValueError(
-                f"a table of {table.num_experts} experts and {table.num_slots} slots for a layer "
-                f"of {self.num_experts} and {self.num_slots}"
-            )
-        empty = table.expert_of < 0
-        if np.any(empty[:-1] & ~empty[1:]):
-            raise ValueError("the empty slots of a table must be its last ones")
+        self._check_table(table)
         self.slot_of.copy_(torch.from_numpy(table.slot_of))
 
     def read_table(self) -> SlotTable:
         """A copy of what is in the slots; waits for the device."""
-        table = SlotTable(self.num_experts, self.num_slots)
-        for expert, slot in enumerate(self.slot_of.tolist()):
-            if slot >= 0:
-                table.place(expert, slot)
-        return table
+        return self._table(self.slot_of.cpu().numpy())
 
     def read_into(self, residency: Residency) -> None:
         """Bring `residency` to this state, so that the host can plan the next step; waits."""
-        residency.table = self.read_table()
-        residency.policy.step = int(self.step.item())
-        residency.policy.last_used[:] = self.last_used.cpu().numpy()
-        residency.policy.value[:] = self.value.cpu().numpy()
+        slot_of, last_used, value, step = self._state.cpu().numpy()
+        residency.table = self._table(slot_of[: self.num_experts])
+        residency.policy.last_used[:] = last_used[: self.num_experts]
+        residency.policy.value[:] = value[: self.num_experts]
+        residency.policy.step = int(step[0])
 
     def take_over(self, residency: Residency) -> None:
-        """Go on from where `residency`, of the same sizes and policy, has come to."""
-        self.seed(residency.table)
-        self.step.fill_(residency.policy.step)
-        self.last_used.copy_(torch.from_numpy(residency.policy.last_used))
-        self.value.copy_(torch.from_numpy(residency.policy.value))
+        """Go on from where `residency`, of the same policy, has come to; ValueError as `seed`."""
+        self._check_table(residency.table)
+        state = np.full(self._state.shape, -1, np.int32)
+        state[:3, : self.num_experts] = (
+            residency.table.slot_of,
+            residency.policy.last_used,
+            residency.policy.value,
+        )
+        state[3, 0] = residency.policy.step
+        self._state.copy_(torch.from_numpy(state))
 
     def read_plan(self) -> LanePlan:
         """What the last launch decided, its hits and misses included; waits for the device."""
@@ -246,6 +248,23 @@ class DeviceStep:
     def read_counters(self) -> dict[str, int]:
         """Sums over all steps since the last reset, by the names of `COUNTERS`; waits."""
         return dict(zip(COUNTERS, self.counters.tolist(), strict=True))
+
+    def _table(self, slot_of: npt.NDArray[np.int32]) -> SlotTable:
+        table = SlotTable(self.num_experts, self.num_slots)
+        table.slot_of[:] = slot_of
+        filled = np.flatnonzero(slot_of >= 0)
+        table.expert_of[slot_of[filled]] = filled
+        return table
+
+    def _check_table(self, table: SlotTable) -> None:
+        if (table.num_experts, table.num_slots) != (self.num_experts, self.num_slots):
+            raise ValueError(
+                f"a table of {table.num_experts} experts and {table.num_slots} slots for a layer "
+                f"of {self.num_experts} and {self.num_slots}"
+            )
+        empty = table.expert_of < 0
+        if np.any(empty[:-1] & ~empty[1:]):
+            raise ValueError("the empty slots of a table must be its last ones")
 
     def _checked(self, num_slots: int) -> int:
         if not 1 <= num_slots <= self.num_experts:

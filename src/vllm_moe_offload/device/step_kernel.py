@@ -31,7 +31,7 @@ ONE = tl.constexpr(1 << 16)
 DECAY_SHIFT = tl.constexpr(6)
 PASSING_SHARE = tl.constexpr(4)
 
-NUM_COUNTERS = tl.constexpr(5)
+NUM_COUNTERS = tl.constexpr(7)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -47,12 +47,17 @@ def _observe(  # type: ignore[no-untyped-def]
     CACHE_TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Date with `now` the experts of this step, and those that a token weighs heavily enough."""
+    """Date with `now` the experts of this step, and those that a token weighs heavily enough.
+
+    Returns how many rows are tokens.
+    """
+    tokens = tl.zeros([BLOCK], tl.int32)
     for start in range(0, total, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < total
         expert = tl.load(ids + place, mask=inside, other=E).to(tl.int32)
         is_expert = (expert >= 0) & (expert < E)
+        tokens += (is_expert & (place % K == 0)).to(tl.int32)
         # Loads first: after a store they would wait for what it waits for.
         if CACHE_TOPK < K:
             rank = tl.zeros([BLOCK], tl.int32)
@@ -64,6 +69,7 @@ def _observe(  # type: ignore[no-untyped-def]
                 rank += goes_before.to(tl.int32)
             tl.store(last_heavy + expert, now, mask=is_expert & (rank < CACHE_TOPK))
         tl.store(last_used + expert, now, mask=is_expert)
+    return tl.sum(tokens, 0)
 
 
 @triton.jit
@@ -82,7 +88,27 @@ def _unpack(counts):  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["total", "num_slots"])  # type: ignore[untyped-decorator]
+@triton.jit
+def _fill(  # type: ignore[no-untyped-def]
+    pairs, expert, slot, admitted, turn, victims, rank, count, first_empty, num_empty
+):
+    """List the `count` experts whose turn it is with the slots they get: empty ones, then victims'.
+
+    Returns the experts' slots after it, and which experts are fetched.
+    """
+    taken = victims & (rank < count)
+    tl.store(pairs + rank * 2 + 1, slot, mask=taken)
+    tl.debug_barrier()
+    fetched = admitted & (turn >= 0) & (turn < count)
+    into_empty = turn < num_empty
+    into = tl.load(pairs + turn * 2 + 1, mask=fetched & ~into_empty, other=0)
+    into = tl.where(into_empty, first_empty + turn, into)
+    tl.store(pairs + turn * 2, expert, mask=fetched)
+    tl.store(pairs + turn * 2 + 1, into, mask=fetched & into_empty)
+    return tl.where(fetched, into, tl.where(taken, -1, slot)), fetched
+
+
+@triton.jit(do_not_specialize=["total", "num_slots", "num_waves"])  # type: ignore[untyped-decorator]
 def step_kernel(  # type: ignore[no-untyped-def]
     ids,
     weights,
@@ -99,11 +125,11 @@ def step_kernel(  # type: ignore[no-untyped-def]
     counters,
     total,
     num_slots,
+    num_waves,
     E: tl.constexpr,
     K: tl.constexpr,
     POLICY: tl.constexpr,
     CACHE_TOPK: tl.constexpr,
-    WAVES: tl.constexpr,
     HITS_APART: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
@@ -122,7 +148,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
     valid = expert < E
     old_value = tl.load(value + expert, mask=valid, other=0)
     slot = tl.load(slot_of + expert, mask=valid, other=-1)
-    _observe(ids, weights, last_used, last_heavy, now, total, E, K, CACHE_TOPK, BLOCK)
+    tokens = _observe(ids, weights, last_used, last_heavy, now, total, E, K, CACHE_TOPK, BLOCK)
     tl.debug_barrier()
     age = now - tl.load(last_used + expert, mask=valid, other=0)
     used = (age == 0) & valid
@@ -174,9 +200,15 @@ def step_kernel(  # type: ignore[no-untyped-def]
     unused += num_empty
 
     # What the waves hold; the rest of the misses is the CPU's, the least valued first.
+    fetch_waves = num_waves - HITS_APART
     room = unused
     capacity = unused
-    if WAVES - HITS_APART > 1:
+    staying = in_slot
+    if fetch_waves > 1:
+        need = (num_admitted + fetch_waves - 1) // fetch_waves
+        if need > unused:
+            need = (num_admitted - unused + fetch_waves - 2) // (fetch_waves - 1)
+        passing = tl.maximum(passing, need)
         admitted = heavy & (heavy_above < num_admitted)
         higher = in_slot_above + tl.minimum(heavy_above, num_admitted)
         staying = (in_slot | admitted) & (higher < num_slots)
@@ -184,51 +216,55 @@ def step_kernel(  # type: ignore[no-untyped-def]
         going, leaving, _ = _unpack(tl.sum(marks, 0))
         room = tl.minimum(unused, tl.maximum(passing, num_empty + going))
         later = tl.minimum(evictable, tl.maximum(passing, leaving + room))
-        capacity = tl.maximum(unused, room + (WAVES - HITS_APART - 1) * later)
+        capacity = room + (fetch_waves - 1) * later
     num_admitted = tl.minimum(num_admitted, capacity)
     room = tl.where(num_admitted > unused, room, unused)
     admitted = heavy & (heavy_above < num_admitted)
     turn = num_admitted - 1 - heavy_above
 
+    count = tl.minimum(num_admitted, room)
+    pairs = fetches + HITS_APART * E * 2
+    slot_before = slot
+    slot, computed = _fill(
+        pairs, expert, slot, admitted, turn, victims, rank, count, first_empty, num_empty
+    )
+    tl.store(fetch_counts + HITS_APART, count)
     if HITS_APART:
-        tl.store(expert_maps + expert, tl.where(is_hit, slot, -1), mask=valid)
+        tl.store(expert_maps + expert, tl.where(is_hit, slot_before, -1), mask=valid)
         tl.store(fetch_counts, 0)
-    at = 0
-    for wave in tl.static_range(HITS_APART, WAVES):
-        if wave > HITS_APART:
-            # Every resident has been computed by now or is not used by this step.
-            victims = (slot >= num_slots - evictable) & (slot >= 0)
-            rank = tl.cumsum(victims.to(tl.int32), 0) - 1
-            going = tl.sum((victims & ~staying).to(tl.int32), 0)
-            room = tl.minimum(evictable, tl.maximum(passing, going))
-            num_empty = 0
+        waves = (hits > 0).to(tl.int32) + (count > 0).to(tl.int32)
+    else:
+        computed |= is_hit
+        waves = (hits + count > 0).to(tl.int32)
+    maps = expert_maps + HITS_APART * (E + 1)
+    tl.store(maps + expert, tl.where(computed, slot, -1), mask=valid)
+    at = count
+    for wave in range(HITS_APART + 1, num_waves):
+        # Every resident has been computed by now or is not used by this step.
+        victims = (slot >= num_slots - evictable) & (slot >= 0)
+        rank = tl.cumsum(victims.to(tl.int32), 0) - 1
+        going = tl.sum((victims & ~staying).to(tl.int32), 0)
+        room = tl.minimum(evictable, tl.maximum(passing, going))
         count = tl.minimum(num_admitted - at, room)
         pairs = fetches + wave * E * 2
-        taken = victims & (rank < count)
-        tl.store(pairs + rank * 2 + 1, slot, mask=taken)
-        tl.debug_barrier()
-        turn_in_wave = turn - at
-        fetched = admitted & (turn_in_wave >= 0) & (turn_in_wave < count)
-        into_empty = turn_in_wave < num_empty
-        into = tl.load(pairs + turn_in_wave * 2 + 1, mask=fetched & ~into_empty, other=0)
-        into = tl.where(into_empty, first_empty + turn_in_wave, into)
-        tl.store(pairs + turn_in_wave * 2, expert, mask=fetched)
-        tl.store(pairs + turn_in_wave * 2 + 1, into, mask=fetched & into_empty)
+        slot, computed = _fill(
+            pairs, expert, slot, admitted, turn - at, victims, rank, count, first_empty, 0
+        )
         tl.store(fetch_counts + wave, count)
-        slot = tl.where(fetched, into, tl.where(taken, -1, slot))
-        computed = fetched
-        if wave == 0:
-            computed = fetched | is_hit
-        tl.store(expert_maps + wave * (E + 1) + expert, tl.where(computed, slot, -1), mask=valid)
+        maps = expert_maps + wave * (E + 1)
+        tl.store(maps + expert, tl.where(computed, slot, -1), mask=valid)
         at += count
+        waves += (count > 0).to(tl.int32)
 
     tl.store(slot_of + expert, slot, mask=valid)
     on_cpu = is_miss & ~admitted
     tl.store(cpu_map + expert, tl.where(on_cpu, expert, -1), mask=valid)
-    counted += tl.where(counter == 0, 1, 0)
-    counted += tl.where(counter == 1, hits, 0)
-    counted += tl.where(counter == 2, misses, 0)
-    counted += tl.where(counter == 3, num_admitted, 0)
-    counted += tl.where(counter == 4, misses - num_admitted, 0)
+    counted += tl.where(counter == 0, (tokens > 0).to(tl.int32), 0)
+    counted += tl.where(counter == 1, tokens, 0)
+    counted += tl.where(counter == 2, hits, 0)
+    counted += tl.where(counter == 3, misses, 0)
+    counted += tl.where(counter == 4, num_admitted, 0)
+    counted += tl.where(counter == 5, misses - num_admitted, 0)
+    counted += tl.where(counter == 6, waves, 0)
     tl.store(counters + counter, counted, mask=counter < NUM_COUNTERS)
     tl.store(step, now)

@@ -69,3 +69,37 @@ class Plan:
         inner_begin: int,
         inner_end: int,
     ) -> None: ...
+
+BOARD_ALIGN: int
+ASKED: int
+DONE: int
+FAILED: int
+
+def board_bytes(mailboxes: int) -> int: ...
+def doorbell_offsets(mailboxes: int, index: int) -> dict[str, int]: ...
+
+class Doorbell:
+    def __init__(
+        self, *, engine: Engine, board: int, mailboxes: int, timeout: float, idle: float
+    ) -> None: ...
+    def add(
+        self,
+        *,
+        layer: str,
+        plan: Plan,
+        x: int,
+        ids: int,
+        weights: int,
+        top_k: int,
+        map: int,
+        map_size: int,
+        out: int,
+        max_tokens: int,
+    ) -> int: ...
+    def start(self) -> None: ...
+    def wake(self) -> None: ...
+    def stop(self) -> bool: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def stats(self) -> list[tuple[int, int, int]]: ...

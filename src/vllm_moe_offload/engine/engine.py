@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 
 from vllm_moe_offload.engine import _engine
+from vllm_moe_offload.engine.doorbell import Doorbell
 from vllm_moe_offload.engine.plan import ExpertPlan
 from vllm_moe_offload.experts import ExpertSpec
 
@@ -43,6 +44,7 @@ class CpuExpertEngine:
         name = isa if isa is not None else os.environ.get(ISA_VARIABLE, "")
         self._native: _engine.Engine | None = _engine.Engine(threads or 0, name)
         self._plans: weakref.WeakSet[ExpertPlan] = weakref.WeakSet()
+        self._doorbells: weakref.WeakSet[Doorbell] = weakref.WeakSet()
 
     @property
     def cores(self) -> int:
@@ -89,6 +91,26 @@ class CpuExpertEngine:
         self._plans.add(plan)
         return plan
 
+    def doorbell(
+        self, board: torch.Tensor, mailboxes: int, *, timeout: float = 3.0, idle: float = 0.02
+    ) -> Doorbell:
+        """A doorbell that computes its requests with this engine; see `Doorbell`.
+
+        Args:
+            board: uint8 ``[Doorbell.board_bytes(mailboxes)]`` on the CPU, contiguous, at an address
+                that is a multiple of 64. Its mailboxes are cleared as they are added.
+            mailboxes: How many the board has room for.
+            timeout: Seconds without any answer to what was asked after which the service thread
+                counts as stalled.
+            idle: Seconds after the last request or `wake` that the service thread goes on spinning.
+
+        Raises:
+            ValueError: The board is not as described, or a number is not positive.
+        """
+        doorbell = Doorbell(self._open(), board, mailboxes, timeout=timeout, idle=idle)
+        self._doorbells.add(doorbell)
+        return doorbell
+
     def read_gb_per_s(self, memory: torch.Tensor) -> float:
         """Reads a contiguous CPU tensor once with all threads: the rate in GB/s (10^9 bytes)."""
         if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -101,11 +123,13 @@ class CpuExpertEngine:
         return 2 * rate / 1e12 if rate else None
 
     def close(self) -> None:
-        """Ends the threads (those no other engine shares) and frees scratch and plans.
+        """Closes doorbells, ends the threads no other engine shares, frees scratch and plans.
 
         May be called twice. A later use of the engine or its plans raises RuntimeError; calls that
         have begun in other threads end as ever, and keep what they use until then.
         """
+        for doorbell in list(self._doorbells):
+            doorbell.close()
         for plan in list(self._plans):
             plan.close()
         self._native = None

@@ -34,6 +34,7 @@ class ExpertPlan:
                 f"top_k={top_k}"
             )
         self._experts = _check_tensors(spec, tensors)
+        self._top_k = top_k
         self._spec = spec
         self._dtype = spec.activation_dtype
         if self._dtype not in native.DTYPES:
@@ -54,6 +55,11 @@ class ExpertPlan:
     def experts(self) -> int:
         """N: experts (or slots) in this shard."""
         return self._experts
+
+    @property
+    def top_k(self) -> int:
+        """K: the most experts a token is routed to."""
+        return self._top_k
 
     def run(
         self,
@@ -89,28 +95,24 @@ class ExpertPlan:
             RuntimeError: The engine is closed, or was made before a fork.
         """
         # Held until the call returns: another thread may close the plan meanwhile.
-        held = self._native
-        if held is None:
-            raise RuntimeError(
-                "this plan's CPU expert engine is closed: make another and plan again"
-            )
+        native_plan, _weights = self.open()
         tokens = x.shape[0]
         top_k = topk_ids.shape[-1]
-        _check("x", x, (tokens, self._spec.hidden), self._dtype)
-        _check("topk_ids", topk_ids, (tokens, top_k), torch.int32)
-        _check("topk_weights", topk_weights, (tokens, top_k), torch.float32)
+        check_tensor("x", x, (tokens, self._spec.hidden), self._dtype)
+        check_tensor("topk_ids", topk_ids, (tokens, top_k), torch.int32)
+        check_tensor("topk_weights", topk_weights, (tokens, top_k), torch.float32)
         out_dtype = torch.bfloat16 if out.dtype == torch.bfloat16 else torch.float32
-        _check("out", out, (tokens, self._spec.hidden), out_dtype)
+        check_tensor("out", out, (tokens, self._spec.hidden), out_dtype)
         if accumulate and out_dtype != torch.float32:
             raise ValueError("out is torch.bfloat16, and only float32 sums are added to")
         begin, end = self._part(intermediate)
         if expert_map is not None:
-            _check("expert_map", expert_map, (expert_map.numel(),), torch.int32)
+            check_tensor("expert_map", expert_map, (expert_map.numel(),), torch.int32)
         if tokens == 0 or top_k == 0:
             if not accumulate:
                 out.zero_()
             return
-        held[0].run(
+        native_plan.run(
             x.data_ptr(),
             topk_ids.data_ptr(),
             topk_weights.data_ptr(),
@@ -138,6 +140,17 @@ class ExpertPlan:
             )
         return begin, end
 
+    def open(self) -> tuple[_engine.Plan, dict[str, torch.Tensor]]:
+        """The compiled plan, and the weights to be kept while it is used; not for outside.
+
+        Raises RuntimeError once the engine is closed.
+        """
+        if self._native is None:
+            raise RuntimeError(
+                "this plan's CPU expert engine is closed: make another and plan again"
+            )
+        return self._native
+
     def close(self) -> None:
         """Lets go of the engine and of the weights; a later `run` raises RuntimeError.
 
@@ -146,7 +159,10 @@ class ExpertPlan:
         self._native = None
 
 
-def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raises ValueError unless the tensor is contiguous on the CPU, and of this shape and dtype."""
     if tensor.dtype != dtype:
         raise ValueError(f"{name} is {tensor.dtype}, {dtype} is needed: convert it with .to()")
     if tensor.shape != shape:
@@ -174,5 +190,5 @@ def _check_tensors(spec: ExpertSpec, tensors: Mapping[str, torch.Tensor]) -> int
     if experts < 1:
         raise ValueError(f"{needed[0]} holds no expert: its first dimension must count at least 1")
     for part in spec.layout.tensors:
-        _check(part.name, tensors[part.name], (experts, *part.shape), part.dtype)
+        check_tensor(part.name, tensors[part.name], (experts, *part.shape), part.dtype)
     return experts

@@ -9,7 +9,6 @@ from typing import Any
 import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import (
@@ -22,8 +21,6 @@ from vllm_moe_offload.errors import ConfigError
 from vllm_moe_offload.integration.compat import check_version
 from vllm_moe_offload.integration.refusals import refuse_features
 
-logger = init_logger(f"vllm.{__name__}")
-
 
 def install() -> None:
     """Check the settings as soon as vLLM has made its configuration, before any process starts."""
@@ -33,7 +30,6 @@ def install() -> None:
 
     @functools.wraps(original)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        _force_eager(self)
         vllm_config = original(self, *args, **kwargs)
         config = configure(vllm_config)
         if config is not None:
@@ -57,25 +53,12 @@ def _check_engine(config: OffloadConfig) -> None:
         raise ConfigError(f"moe_offload settings: {error}") from None
 
 
-def _force_eager(arguments: EngineArgs) -> None:
-    """On a GPU the step of an offloaded layer cannot be captured yet: say so, and run eagerly."""
-    if (
-        current_platform.is_cuda()
-        and not arguments.enforce_eager
-        and OffloadConfig.resolve(arguments.additional_config, os.environ) is not None
-    ):
-        logger.warning(
-            "moe_offload: CUDA graphs and torch.compile are not supported with offload yet, so "
-            "this engine runs as with --enforce-eager"
-        )
-        arguments.enforce_eager = True
-
-
 def configure(vllm_config: VllmConfig) -> OffloadConfig | None:
     """The offload configuration asked for, or None; refuses what does not go with it.
 
     Writes the settings, those of the environment included, into `additional_config`, which every
-    worker receives: a worker on another host sees what this process saw.
+    worker receives: a worker on another host sees what this process saw. On a GPU leaves out the
+    CUDA graphs that cannot be captured.
     """
     config = OffloadConfig.resolve(vllm_config.additional_config, os.environ)
     if config is None:
@@ -89,4 +72,10 @@ def configure(vllm_config: VllmConfig) -> OffloadConfig | None:
             "settings to the workers: give a mapping"
         )
     vllm_config.additional_config[ADDITIONAL_CONFIG_KEY] = config.settings()
+    if current_platform.is_cuda():
+        # Only now: without offload none of it is imported.
+        from vllm_moe_offload.integration.graphs import limit_capture_sizes
+        from vllm_moe_offload.lanes import MAX_CAPTURED
+
+        limit_capture_sizes(vllm_config, MAX_CAPTURED)
     return config

@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader import dummy_loader, weight_utils
 from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.platforms import current_platform
@@ -183,13 +184,18 @@ def padding_rows(num_rows: int) -> torch.Tensor | None:
     """
     if not is_forward_context_available():
         return None
-    mapping = get_forward_context().slot_mapping
-    if not isinstance(mapping, dict) or not mapping:
+    context = get_forward_context()
+    mapping = context.slot_mapping
+    if not isinstance(mapping, dict):
         return None
-    places = next(iter(mapping.values()))
-    if len(places) != num_rows:
-        return None
-    return places < 0
+    for name, places in mapping.items():
+        # Mamba's groups have no places (what stands there is old), and those of encoder-only
+        # attention are made anew every step, where no graph finds them.
+        layer = context.no_compile_layers.get(name)
+        if isinstance(layer, MambaBase) or getattr(layer, "attn_type", None) == "encoder_only":
+            continue
+        return places < 0 if len(places) == num_rows else None
+    return None
 
 
 @contextmanager

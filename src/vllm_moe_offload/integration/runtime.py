@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, OffloadConfig
 from vllm_moe_offload.device import Device, HostDevice
+from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import InactiveError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
@@ -20,7 +21,7 @@ from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer
-from vllm_moe_offload.lanes import Counters, EngineLane, Lane, OffloadedLayer
+from vllm_moe_offload.lanes import CapturedLayer, Counters, EngineLane, Lane, OffloadedLayer
 from vllm_moe_offload.planning import LayerShape, SlotPlan, plan_slots
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class OffloadRuntime:
         self._modules: dict[str, OffloadedRoutedExperts] = {}
         self._views: dict[str, EngineView] = {}
         self._cpu_lanes: dict[str, Lane] = {}
+        self._side_stream: SideStream | None = None
         # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
         self._slots: dict[str, int | None] = {}
 
@@ -111,7 +113,19 @@ class OffloadRuntime:
         def resident(slots: Any) -> Lane:
             return FormatLane(module)
 
-        return self._layer(module, host, engine_view(module), allocate, resident, num_slots)
+        def capture(slots: Any, lane: Lane) -> CapturedLayer:
+            return CapturedLayer.fetching_all(
+                host, slots, lane, self._side(device), policy=self.config.policy, top_k=module.top_k
+            )
+
+        view = engine_view(module)
+        return self._layer(module, host, view, allocate, resident, num_slots, capture)
+
+    def _side(self, device: torch.device) -> SideStream:
+        """The stream beside the computing one, of all layers."""
+        if self._side_stream is None:
+            self._side_stream = SideStream(device)
+        return self._side_stream
 
     def _layer(
         self,
@@ -121,6 +135,7 @@ class OffloadRuntime:
         allocate: Callable[[int], Any],
         resident: Callable[[Any], Lane],
         num_slots: int,
+        capture: Callable[[Any, Lane], CapturedLayer] | None = None,
     ) -> OffloadedLayer:
         cpu = self._engine_lane(module, view, host)
         self._views[module.layer_name] = view
@@ -133,6 +148,7 @@ class OffloadRuntime:
             cpu,
             num_slots=num_slots,
             policy=self.config.policy,
+            capture=capture,
         )
 
     def _engine_lane(
@@ -210,7 +226,7 @@ class OffloadRuntime:
     def reset_stats(self) -> None:
         """Set every layer's counters to zero."""
         for layer in self._layers().values():
-            layer.counters = Counters()
+            layer.reset_counters()
 
     def stats(self) -> dict[str, Any]:
         """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes.
@@ -220,9 +236,10 @@ class OffloadRuntime:
         total = Counters()
         layers = {}
         for name, layer in self._layers().items():
-            total += layer.counters
+            counters = layer.counters
+            total += counters
             layers[name] = {
-                **asdict(layer.counters),
+                **asdict(counters),
                 "slots": layer.num_slots,
                 "experts": layer.num_experts,
                 "policy": layer.policy,

@@ -1,8 +1,9 @@
-"""One offloaded layer: decide the step, move the bytes, sum the lanes."""
+"""One offloaded layer: its slots, its counters, and who plans a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,9 @@ import torch
 from vllm_moe_offload.device import Device, SlotCache
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.lanes.base import Lane
+from vllm_moe_offload.lanes.captured import MAX_CAPTURED, CapturedLayer
 from vllm_moe_offload.lanes.counters import Counters
+from vllm_moe_offload.lanes.planned import PlannedLayer
 from vllm_moe_offload.routing import Residency
 
 Tensors = Mapping[str, torch.Tensor]
@@ -19,6 +22,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 class OffloadedLayer:
     """The experts of one layer in host memory, some of them in slots of a device.
+
+    With `capture`, a step of up to `MAX_CAPTURED` rows is decided on the device, by launches that
+    a CUDA graph can hold; the device then has the state, and lends it to the host for a larger
+    step. Without, the host plans every step.
 
     Args:
         host: name -> ``[E, ...]``, every expert.
@@ -28,6 +35,8 @@ class OffloadedLayer:
         cpu: The lane over host memory, which computes every expert when there are no slots.
         num_slots: 0 for no slots.
         policy: Which expert leaves a slot first, a name of `routing.POLICIES`.
+        capture: Gives what decides on the device, over such tensors and the lane over them; None
+            for a device where the host plans.
     """
 
     def __init__(
@@ -40,22 +49,23 @@ class OffloadedLayer:
         *,
         num_slots: int,
         policy: str,
+        capture: Callable[[Tensors, Lane], CapturedLayer] | None = None,
     ) -> None:
         self.layout = ExpertLayout.of(host)
         self.num_experts = next(iter(host.values())).shape[0]
-        self.counters = Counters()
         self._host = host
         self._device = device
         self._allocate = allocate
         self._make_resident = resident
         self._cpu = cpu
+        self._policy = policy
+        self._capture = capture
         self._every_expert = torch.arange(self.num_experts + 1, dtype=torch.int32)
         self._every_expert[-1] = -1
-        self._policy = policy
+        self._counted = Counters()
         self._residency: Residency | None = None
-        self._cache: SlotCache | None = None
-        self._resident: Lane | None = None
-        self._is_filled = False
+        self._slots: _Slots | None = None
+        self._is_in_graph = False
         if num_slots:
             self.resize(num_slots)
 
@@ -65,9 +75,14 @@ class OffloadedLayer:
         return self._residency.table.num_slots if self._residency else 0
 
     @property
+    def decides_on_device(self) -> bool:
+        """Whether steps of up to `MAX_CAPTURED` rows are decided on the device."""
+        return self._slots is not None and self._slots.captured is not None
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of the device's memory the slots take."""
-        return self.num_slots * self.layout.nbytes if self._cache is not None else 0
+        return self.num_slots * self.layout.nbytes if self._slots is not None else 0
 
     @property
     def policy(self) -> str | None:
@@ -79,35 +94,71 @@ class OffloadedLayer:
         """Bytes of host memory the experts take."""
         return self.num_experts * self.layout.nbytes
 
+    @property
+    def counters(self) -> Counters:
+        """A copy of what has been counted; waits for the device."""
+        counted = replace(self._counted)
+        if self._slots is not None and self._slots.captured is not None:
+            counted += self._slots.captured.read_counters()
+        return counted
+
+    def reset_counters(self) -> None:
+        """Start to count anew."""
+        self._counted = Counters()
+        if self._slots is not None and self._slots.captured is not None:
+            self._slots.captured.step.reset_counters()
+
     def resize(self, num_slots: int) -> None:
         """Take `num_slots` empty slots instead of those there are; no step may be under way.
 
-        Raises ValueError for less than one slot or more than there are experts.
+        Raises ValueError as `check_resize` does.
         """
         self.check_resize(num_slots)
         if self._residency is None:
             self._residency = Residency(self.num_experts, num_slots, self._policy)
+        if self._slots is not None and self._slots.captured is not None:
+            self._slots.captured.step.read_into(self._residency)
+        self._counted = self.counters
         # Freed before the new slots are allocated: if that fails none is left, and a step says so.
-        self._resident = self._cache = None
-        slots = self._allocate(num_slots)
-        self._cache = self._device.slot_cache(self._host, slots)
-        self._resident = self._make_resident(slots)
+        self._slots = None
         self._residency.resize(num_slots)
-        self._is_filled = False
+        tensors = self._allocate(num_slots)
+        resident = self._make_resident(tensors)
+        cache = self._device.slot_cache(self._host, tensors)
+        planned = PlannedLayer(self._residency, cache, resident, self.layout.nbytes)
+        captured = self._capture(tensors, resident) if self._capture is not None else None
+        self._slots = _Slots(cache, resident, planned, captured)
+        self.invalidate()
 
     def check_resize(self, num_slots: int) -> None:
-        """Raise what `resize` would raise for this number of slots, and change nothing."""
+        """Raise ValueError where `resize` would for this number of slots, and change nothing.
+
+        That is for less than one slot or more than there are experts, and when a CUDA graph holds
+        the slots there are: replayed, it would go on using them.
+        """
         if type(num_slots) is not int or not 1 <= num_slots <= self.num_experts:
             raise ValueError(
                 f"asked for {num_slots!r} slots in a layer of {self.num_experts} experts: "
                 f"give a whole number from 1 to {self.num_experts}"
             )
+        if self._is_in_graph:
+            raise ValueError(
+                f"asked for {num_slots} slots, but CUDA graphs have been captured over the "
+                f"{self.num_slots} there are: start the engine with --enforce-eager to resize "
+                "them, or again with another slots_per_layer"
+            )
 
     def invalidate(self) -> None:
         """The experts in host memory have changed: what is in slots is stale."""
-        if self._residency is not None:
-            self._residency.invalidate()
-            self._is_filled = False
+        slots = self._slots
+        if self._residency is None or slots is None:
+            return
+        self._residency.invalidate()
+        slots.is_filled = False
+        if slots.captured is not None:
+            if self.num_slots == self.num_experts:
+                self._fill(slots)
+            slots.captured.step.take_over(self._residency)
 
     def forward(
         self,
@@ -123,85 +174,95 @@ class OffloadedLayer:
         """
         x = x.contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
-        ids = topk_ids.to(torch.int32)
+        ids = routed = topk_ids.to(torch.int32).contiguous()
         if padding is not None:
             ids = ids.masked_fill(padding[:, None], self.num_experts)
-        ids = ids.contiguous()
-
-        used = np.zeros(self.num_experts + 1, np.bool_)
-        used[ids.cpu().numpy().ravel()] = True
-        used = used[:-1]
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._is_in_graph = True
         if self._residency is None:
-            done = self._on_cpu(x, weights, ids, used, out)
-        elif self.num_slots == self.num_experts:
-            done = self._all_resident(x, weights, topk_ids.int().contiguous(), used, out)
-        else:
-            done = self._in_waves(x, weights, ids, used, out)
-        done.tokens = len(x) if padding is None else len(x) - int(padding.sum())
-        self.counters += done
-        return out.to(x.dtype)
+            return self._on_cpu(x, weights, ids)
+        if self._slots is None:
+            raise RuntimeError("no slots: allocating them failed when this layer was resized")
+        captured = self._slots.captured
+        if self.num_slots == self.num_experts:
+            if captured is not None:
+                return captured.forward_all(x, weights, routed, ids)
+            return self._all_resident(self._slots, x, weights, routed, ids)
+        if captured is not None and len(x) <= MAX_CAPTURED:
+            return captured.forward(x, weights, ids)
+        return self._planned(self._slots, x, weights, ids)
 
-    def _on_cpu(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        used: npt.NDArray[np.bool_],
-        out: torch.Tensor,
-    ) -> Counters:
-        here = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
-        self._cpu.compute(x.cpu(), weights.cpu(), ids.cpu(), self._every_expert, here, False)
-        if here is not out:
-            out.copy_(here)
-        return Counters(steps=1, cpu_experts=int(used.sum()))
+    def _on_cpu(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=torch.float32)
+        self._cpu.compute(x.cpu(), weights.cpu(), ids.cpu(), self._every_expert, out, False)
+        used, tokens = self._used(ids)
+        self._counted += Counters(steps=1, tokens=tokens, cpu_experts=int(used.sum()))
+        return out.to(x.device, x.dtype)
 
     def _all_resident(
         self,
+        slots: _Slots,
         x: torch.Tensor,
         weights: torch.Tensor,
+        routed: torch.Tensor,
         ids: torch.Tensor,
-        used: npt.NDArray[np.bool_],
-        out: torch.Tensor,
-    ) -> Counters:
-        """As without offload: no map, and rows of padding go where the router sent them.
+    ) -> torch.Tensor:
+        """As without offload: no map, and rows of padding go where the router sent them."""
+        if not slots.is_filled:
+            self._fill(slots)
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        slots.resident.compute(x, weights, routed, None, out, False)
+        used, tokens = self._used(ids)
+        self._counted += Counters(steps=1, tokens=tokens, hits=int(used.sum()), waves=1)
+        return out.to(x.dtype)
 
-        Every expert is in the slot of its own number, put there before the first step.
-        """
-        cache, resident = self._slots()
-        if not self._is_filled:
-            cache.fetch([(expert, expert) for expert in range(self.num_experts)])
-            self._is_filled = True
-        resident.compute(x, weights, ids, None, out, False)
-        return Counters(steps=1, hits=int(used.sum()), waves=1)
+    def _planned(
+        self, slots: _Slots, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """A step of the host's; where the device has the state, it is borrowed for it."""
+        if self._is_in_graph and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph is captured for {len(x)} rows, but a step of an offloaded layer "
+                f"can be captured for {MAX_CAPTURED} at most"
+            )
+        planned = slots.planned
+        used, tokens = self._used(ids)
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        if slots.captured is not None:
+            slots.captured.step.read_into(planned.residency)
+        done = planned.forward(x, weights, ids, used, out)
+        if slots.captured is not None:
+            slots.captured.step.take_over(planned.residency)
+        done.tokens = tokens
+        self._counted += done
+        return out.to(x.dtype)
 
-    def _slots(self) -> tuple[SlotCache, Lane]:
-        if self._cache is None or self._resident is None:
-            raise RuntimeError("no slots: allocating them failed when this layer was resized")
-        return self._cache, self._resident
+    def _used(self, ids: torch.Tensor) -> tuple[npt.NDArray[np.bool_], int]:
+        """Bool [E], the experts that are named, and how many rows are tokens; waits."""
+        named = ids.cpu().numpy()
+        used = np.zeros(self.num_experts + 1, np.bool_)
+        used[named.ravel()] = True
+        return used[:-1], int(np.count_nonzero((named < self.num_experts).any(1)))
 
-    def _in_waves(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        used: npt.NDArray[np.bool_],
-        out: torch.Tensor,
-    ) -> Counters:
+    def _fill(self, slots: _Slots) -> None:
+        """Every expert into the slot of its own number."""
         assert self._residency is not None
-        cache, resident = self._slots()
-        plan = self._residency.step(used)
-        if not plan.waves:
-            out.zero_()
-        for number, wave in enumerate(plan.waves):
-            cache.fetch(wave.fetches)
-            cache.publish(wave)
-            resident.compute(x, weights, ids, cache.expert_map, out, number > 0)
-            cache.release()
-        return Counters(
-            steps=1,
-            hits=plan.hits,
-            misses=plan.misses,
-            waves=len(plan.waves),
-            bytes_fetched=plan.misses * self.layout.nbytes,
-        )
+        every = range(self.num_experts)
+        slots.cache.fetch([(expert, expert) for expert in every])
+        for expert in every:
+            self._residency.table.place(expert, expert)
+        slots.is_filled = True
+
+
+@dataclass
+class _Slots:
+    """What there is once a number of slots has been chosen.
+
+    `is_filled`: with as many slots as experts, whether every expert is in its own.
+    """
+
+    cache: SlotCache
+    resident: Lane
+    planned: PlannedLayer
+    captured: CapturedLayer | None
+    is_filled: bool = False

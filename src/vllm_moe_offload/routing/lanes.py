@@ -7,12 +7,12 @@ here is plain Python; a device makes the same decisions on its own (`device/step
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_moe_offload.routing.policy import Policy
+from vllm_moe_offload.routing.policy import Policy, make_policy
 from vllm_moe_offload.routing.table import EMPTY, SlotTable
 from vllm_moe_offload.routing.waves import Room, Wave, fill
 
@@ -33,6 +33,12 @@ class LanePlan:
     def fetched(self) -> int:
         """How many experts are copied into slots."""
         return sum(wave.fetched for wave in self.waves)
+
+
+def waves_for_all(num_ids: int, num_experts: int, num_slots: int, policy: str) -> int:
+    """How many waves hold every expert that `num_ids` ids can name, whatever is in the slots."""
+    evictable = int(np.count_nonzero(make_policy(policy, num_experts).evictable(num_slots)))
+    return max(-(-min(num_ids, num_experts) // evictable), 1)
 
 
 def plan_lanes(
@@ -64,7 +70,8 @@ def plan_lanes(
     Raises ValueError if there is no wave to fetch into.
 
     Of the misses that may be fetched the most valued are, as many as the limit allows and the
-    waves hold; with enough waves the step is the one of `plan_step`.
+    waves hold: as long as those suffice they pass through as few slots as in `plan_step`, then
+    through more. With enough waves the step is the one of `plan_step`.
     """
     fetch_waves = num_waves - hits_apart
     if fetch_waves < 1:
@@ -81,6 +88,8 @@ def plan_lanes(
     admitted = admitted[np.argsort(place[admitted])]
     admitted = _last(admitted, int(limits[misses]))
     room = Room.of(table, policy, place, used, admitted)
+    need = _slots_a_wave(len(admitted), len(room.unused), fetch_waves)
+    room = replace(room, passing=max(room.passing, need))
     admitted = _last(admitted, _capacity(room, table, hits, fetch_waves))
 
     waves = fill(table, room, place, hits, admitted)
@@ -117,20 +126,28 @@ def _last(experts: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     return experts[max(len(experts) - count, 0) :]
 
 
+def _slots_a_wave(num_admitted: int, unused: int, num_waves: int) -> int:
+    """Through how many slots each wave has to pass its experts so that the waves suffice."""
+    if num_waves == 1:
+        return num_admitted
+    alike = -(-num_admitted // num_waves)
+    # Where the first wave has fewer slots than that, the later ones take what it leaves.
+    return alike if alike <= unused else -(-(num_admitted - unused) // (num_waves - 1))
+
+
 def _capacity(room: Room, table: SlotTable, hits: npt.NDArray[np.int64], num_waves: int) -> int:
     """How many misses, the least valued of them left out, so many waves hold.
 
-    One wave holds what fits beside the hits. Of more, the first fills the slots it takes from
-    unused experts; each later one takes those of the experts that the step has finished with and
-    that are not to stay: the hits among them and what the wave before brought.
+    The first fills the slots it takes from unused experts; each later one takes those of the
+    experts that the step has finished with and that are not to stay: the hits among them and what
+    the wave before brought.
     """
-    one = len(room.unused)
-    first = min(one, max(room.passing, room.going(table, room.unused)))
+    first = min(len(room.unused), max(room.passing, room.going(table, room.unused)))
     slots = table.slot_of[hits].astype(np.int64)
     leaving = room.going(table, slots[room.evictable[slots]])
     evictable = int(np.count_nonzero(room.evictable))
     later = min(evictable, max(room.passing, leaving + first))
-    return max(one, first + (num_waves - 1) * later)
+    return first + (num_waves - 1) * later
 
 
 def _apart(first: Wave) -> tuple[Wave, Wave]:

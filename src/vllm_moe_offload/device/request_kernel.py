@@ -1,4 +1,4 @@
-"""The Triton programs of `Doorbell`: hand rows to the CPU lane, and take its partial sums back."""
+"""The Triton programs of `CpuRequest`: hand rows to the CPU lane, take its partial sums back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+# The flags of different mailboxes are aligned differently: that is no reason to compile again.
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["request", "mail_tokens", "answer", "tokens"]
+)
 def submit_kernel(  # type: ignore[no-untyped-def]
     x,
     ids,
@@ -16,19 +19,20 @@ def submit_kernel(  # type: ignore[no-untyped-def]
     mail_ids,
     mail_weights,
     mail_map,
-    control,
+    request,
+    mail_tokens,
+    answer,
     arrived,
     tokens,
     H: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
-    REQUEST: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ANSWER: tl.constexpr,
+    ASKED: tl.constexpr,
+    DONE: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Write the step into the mailbox, then ask for it; `mailbox.py` says in which order.
+    """Write the step's operands, then ask for it: the GPU's part of doorbell.h's order.
 
     `arrived` counts the programs that have written their part, and is 0 between launches. N: a
     power of two, at least E.
@@ -51,8 +55,8 @@ def submit_kernel(  # type: ignore[no-untyped-def]
             tl.store(mail_weights + place, weight.to(tl.float32), mask=routed)
         if program == 0:
             tl.store(mail_map + expert, mapped, mask=expert < E)
-            tl.store(control + TOKENS, tokens)
-            tl.store(control + ANSWER, 0)
+            tl.store(mail_tokens, tokens)
+            tl.store(answer, 0)
         # After the barrier all threads of this program have written. Counting is one thread's
         # fence towards the whole system, over all that it has seen; so whoever counts last has
         # every program's writes behind it. The flag is a plain store: an atomic operation on
@@ -61,10 +65,10 @@ def submit_kernel(  # type: ignore[no-untyped-def]
         before = tl.atomic_add(arrived, 1, sem="acq_rel", scope="sys")
         if before == num_programs - 1:
             tl.store(arrived, 0)
-            tl.store(control + REQUEST, 1)
+            tl.store(request, ASKED)
     else:
         if program == 0:
-            tl.store(control + ANSWER, 1)
+            tl.store(answer, DONE)
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]

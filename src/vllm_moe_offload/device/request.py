@@ -1,26 +1,18 @@
 """How a captured step asks the CPU lane for a partial sum, and takes it.
 
-Memory that both sides read and write, and two flags in it, each on a cache line of its own. In
-this order, and the layout of it is nowhere else:
-
-    GPU  answer = 0, tokens, x, ids, weights, cpu_map;  a fence;  request = 1
-    CPU  sees request == 1;  request = 0;  computes;  partial;  a fence;  answer = 1, FAILED if not
-    GPU  waits until answer >= 1;  reads partial
-
-Where the CPU has no expert in a step the GPU sets answer = 1 itself and asks for nothing.
+The GPU's side of one mailbox of a doorbell. csrc/engine/doorbell.h says what lies where in the
+memory that both sides see, in which order it is written, and what happens when the CPU fails.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-DONE, FAILED = 1, 2
-
-# Places in `Mailbox.control`, in int32: 16 of them are a cache line.
-REQUEST, TOKENS, ANSWER = 0, 1, 16
+from vllm_moe_offload.engine import ASKED, DONE, Mailbox
 
 # Numbers that a program copies or adds at once.
 _BLOCK = 2048
@@ -29,19 +21,19 @@ _MOST_PROGRAMS = 32
 
 
 @dataclass(frozen=True)
-class Mailbox:
-    """The memory: tensors of the host, pinned where there is a GPU to read them.
+class Operands:
+    """What requests are about: tensors of the host that the GPU reaches too.
 
-    Written by the GPU, the first `tokens` rows of each:
+    Written by the GPU, the first rows of each:
 
     - `x` ``[T, H]`` of the model's dtype; `ids` int32 ``[T, K]``; `weights` float32 ``[T, K]``;
-    - `cpu_map` int32 ``[E + 1]``: expert -> expert for those the CPU computes, -1 for all others;
-      entry E, the sentinel, is -1 from the start and not written.
+    - `cpu_map` int32 ``[E + 1]``: expert -> row of the CPU's shard for those the CPU computes, -1
+      for all others; entry E, the sentinel, is -1 from the start and not written.
 
-    Written by the CPU: `partial` float32 ``[T, H]``, the first `tokens` rows, every one of them.
+    Written by the CPU: `partial` float32 ``[T, H]``, every one of the first rows.
 
-    `control` int32 ``[32]``, at a multiple of 64 bytes: the request at `REQUEST`, the number of
-    tokens at `TOKENS`, the answer at `ANSWER`.
+    Requests that are never outstanding together may share them: those of one stream, each joined
+    before the next is submitted.
     """
 
     x: torch.Tensor
@@ -49,7 +41,6 @@ class Mailbox:
     weights: torch.Tensor
     cpu_map: torch.Tensor
     partial: torch.Tensor
-    control: torch.Tensor
 
     @classmethod
     def allocate(
@@ -60,41 +51,53 @@ class Mailbox:
         *,
         num_experts: int,
         top_k: int,
-        pinned: bool,
-    ) -> Mailbox:
-        """One for steps of up to `max_tokens` rows. Nothing is asked for and nothing answered."""
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=pinned)
-
-        with torch.inference_mode(False):
-            return cls(
-                x=zeros(max_tokens, hidden_size, dtype=dtype),
-                ids=zeros(max_tokens, top_k, dtype=torch.int32),
-                weights=zeros(max_tokens, top_k, dtype=torch.float32),
-                cpu_map=zeros(num_experts + 1, dtype=torch.int32).fill_(-1),
-                partial=zeros(max_tokens, hidden_size, dtype=torch.float32),
-                control=zeros(32, dtype=torch.int32),
-            )
+        device: torch.device,
+    ) -> Operands:
+        """For steps of up to `max_tokens` rows on `device`."""
+        tokens, h = max_tokens, hidden_size
+        return cls(
+            x=shared_zeros(tokens, h, dtype=dtype, device=device),
+            ids=shared_zeros(tokens, top_k, dtype=torch.int32, device=device),
+            weights=shared_zeros(tokens, top_k, dtype=torch.float32, device=device),
+            cpu_map=shared_zeros(num_experts + 1, dtype=torch.int32, device=device).fill_(-1),
+            partial=shared_zeros(tokens, h, dtype=torch.float32, device=device),
+        )
 
 
-class Doorbell:
-    """The GPU's side of a mailbox: three launches a step on the current stream, all capturable.
+def shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in host memory, at a multiple of 64 bytes, that `device` reads and writes too."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
-    A step is `submit`, whatever goes on beside the CPU, `wait`, `join`. The next step's `submit`
-    must come after the `join` of this one: on the same stream, or behind an event.
+
+class CpuRequest:
+    """One layer's requests to the CPU lane: three launches a step on the current stream.
+
+    A step is `submit`, whatever goes on beside the CPU, `wait`, `join`; all may be captured. The
+    next `submit` over the same operands must come after the `join` of this one: on the same
+    stream, or behind an event.
 
     Args:
-        mailbox: Kept; a graph that captured a launch needs it, and this object, to live.
+        board: uint8, the doorbell's.
+        mailbox: Where this layer's is on it.
+        operands: Those the mailbox was added with.
         device: Where the launches run.
+
+    The tensors are kept; a graph that captured a launch needs this object to live.
     """
 
-    def __init__(self, mailbox: Mailbox, device: torch.device) -> None:
-        self.mailbox = mailbox
-        self._max_tokens, self._hidden_size = mailbox.x.shape
-        self._top_k = mailbox.ids.shape[1]
-        self._num_experts = len(mailbox.cpu_map) - 1
+    def __init__(
+        self, board: torch.Tensor, mailbox: Mailbox, operands: Operands, device: torch.device
+    ) -> None:
+        self.operands = operands
+        self._max_tokens, self._hidden_size = operands.x.shape
+        self._top_k = operands.ids.shape[1]
+        self._num_experts = len(operands.cpu_map) - 1
         self._width = 1 << (self._num_experts - 1).bit_length()
+        self._request, self._tokens, self._answer = (
+            board[at : at + 4].view(torch.int32)
+            for at in (mailbox.request, mailbox.tokens, mailbox.answer)
+        )
         with torch.inference_mode(False):
             self._arrived = torch.zeros(1, dtype=torch.int32, device=device)
         self._submit, self._join = _kernels()
@@ -108,12 +111,12 @@ class Doorbell:
     ) -> None:
         """Hand the rows of a step to the CPU lane, if it has an expert in it.
 
-        x: [T, H] of the mailbox's dtype; topk_ids: integers [T, K]; topk_weights: floats [T, K];
-        cpu_map: int32 [E + 1], `DeviceStep.cpu_map`. All contiguous, on the device. Raises
-        ValueError for other shapes, more rows than the mailbox holds, or another dtype of x.
+        x: [T, H] of the operands' dtype; topk_ids: integers [T, K] in 0..E; topk_weights: floats
+        [T, K]; cpu_map: int32 [E + 1], `DeviceStep.cpu_map`. All contiguous, on the device. Raises
+        ValueError for other shapes, more rows than the operands hold, or another dtype of x.
         """
-        tokens = self._tokens(x)
-        mailbox = self.mailbox
+        tokens = self._check_rows(x)
+        operands = self.operands
         for name, given, shape in (
             ("ids", topk_ids, (tokens, self._top_k)),
             ("weights", topk_weights, (tokens, self._top_k)),
@@ -123,26 +126,27 @@ class Doorbell:
                 raise ValueError(
                     f"{name} {tuple(given.shape)} for {tokens} rows: it must be {shape}, contiguous"
                 )
-        if x.dtype != mailbox.x.dtype:
-            raise ValueError(f"rows of {x.dtype} for a mailbox of {mailbox.x.dtype}")
+        if x.dtype != operands.x.dtype:
+            raise ValueError(f"rows of {x.dtype}: this request was made for {operands.x.dtype}")
         self._submit[(min(_blocks(tokens * max(self._hidden_size, self._top_k)), _MOST_PROGRAMS),)](
             x,
             topk_ids,
             topk_weights,
             cpu_map,
-            mailbox.x,
-            mailbox.ids,
-            mailbox.weights,
-            mailbox.cpu_map,
-            mailbox.control,
+            operands.x,
+            operands.ids,
+            operands.weights,
+            operands.cpu_map,
+            self._request,
+            self._tokens,
+            self._answer,
             self._arrived,
             tokens,
             H=self._hidden_size,
             K=self._top_k,
             E=self._num_experts,
-            REQUEST=REQUEST,
-            TOKENS=TOKENS,
-            ANSWER=ANSWER,
+            ASKED=ASKED,
+            DONE=DONE,
             BLOCK=_BLOCK,
             N=self._width,
         )
@@ -150,14 +154,20 @@ class Doorbell:
     def wait(self) -> None:
         """Let the current CUDA stream go on when the answer is there; no thread of the GPU spins.
 
-        Raises RuntimeError if the driver refuses.
+        Where there are no streams the caller waits. Raises RuntimeError if the driver refuses.
         """
+        if self._arrived.device.type != "cuda":
+            while self._answer.item() < DONE:
+                time.sleep(0)
+            return
         from cuda.bindings import driver
 
         stream = torch.cuda.current_stream().cuda_stream
-        answer = self.mailbox.control[ANSWER:].data_ptr()
         (code,) = driver.cuStreamWaitValue32(
-            stream, answer, DONE, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+            stream,
+            self._answer.data_ptr(),
+            DONE,
+            driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ,
         )
         if code != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"CUDA cannot make a stream wait for the CPU lane: {code.name}")
@@ -168,14 +178,14 @@ class Doorbell:
         resident: floats [T, H]; cpu_map: what `submit` was given, unchanged since; out: floats
         [T, H], which may be `resident`. Summed in float32. Raises ValueError for other shapes.
         """
-        self._tokens(resident)
+        self._check_rows(resident)
         if out.shape != resident.shape or not out.is_contiguous():
             raise ValueError(
                 f"out {tuple(out.shape)} must be as {tuple(resident.shape)}, contiguous"
             )
         self._join[(_blocks(out.numel()),)](
             resident,
-            self.mailbox.partial,
+            self.operands.partial,
             cpu_map,
             out,
             len(out),
@@ -185,7 +195,8 @@ class Doorbell:
             N=self._width,
         )
 
-    def _tokens(self, rows: torch.Tensor) -> int:
+    def _check_rows(self, rows: torch.Tensor) -> int:
+        """How many there are; ValueError where they do not suit the operands."""
         if (
             rows.dim() != 2
             or rows.shape[1] != self._hidden_size
@@ -206,6 +217,6 @@ def _blocks(numbers: int) -> int:
 
 def _kernels() -> tuple[Any, Any]:
     """The kernels; imported late, since only a CUDA device has Triton for certain."""
-    from vllm_moe_offload.device.mailbox_kernel import join_kernel, submit_kernel
+    from vllm_moe_offload.device.request_kernel import join_kernel, submit_kernel
 
     return submit_kernel, join_kernel

@@ -1,0 +1,201 @@
+"""Decode steps in CUDA graphs, and the same steps eagerly: no further from float32 than stock.
+
+Greedy tokens with the log-probability each was drawn with, in batches of 1, 3 (which vLLM pads to
+4), 8 and 32. The last tests let a float32 engine read the same tokens; stock is judged by its own.
+So the tests here go together, in their order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import numpy as np
+import torch
+from vllm import LLM
+from vllm import envs as vllm_envs
+
+from tests.e2e.engines import (
+    decoded,
+    engine,
+    errors,
+    is_no_further,
+    log_probabilities,
+    resize,
+    stats,
+)
+from tests.gpu import checkpoints
+from tests.gpu.decode_faults import FAULTS
+from tests.gpu.oracle import checked_layers
+from vllm_moe_offload import moe_offload_args
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BATCHES, NEW, SLOTS, LAYERS = (1, 3, 8, 32), 40, 24, 2
+SIZES: dict[str, Any] = {
+    "gpu_memory_utilization": 0.25,
+    "kv_cache_memory_bytes": 1 << 30,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 32,
+}
+# Without torch.compile, which takes most of a start; the default is tried once, below.
+CAPTURED: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 4, 8, 32, 128],
+    },
+}
+WAYS: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "captured": CAPTURED}
+MODES: dict[str, dict[str, Any]] = {"cache": {"slots_per_layer": SLOTS}}
+RUNNERS = {"V1 runner": "0", "V2 runner": "1"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What an engine generated, and with which log-probabilities."""
+
+    sequences: list[list[int]]
+    values: np.ndarray
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("captured")
+    return checkpoints.write("bf16", folder, seed=9, layers=LAYERS)[0]
+
+
+@pytest.fixture(scope="module")
+def drawn(checkpoint: Path) -> dict[str, Drawn]:
+    """By name: stock's at first, and what each test adds."""
+    with engine(checkpoint, dtype="bfloat16", **CAPTURED, **SIZES) as llm:
+        return {"stock": draw(llm)}
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Iterator[LLM]:
+    with engine(checkpoint, dtype="float32", enforce_eager=True, **SIZES) as llm:
+        yield llm
+
+
+def prompts() -> list[list[list[int]]]:
+    rng = np.random.default_rng(4)
+    return [
+        [rng.integers(3, checkpoints.VOCABULARY, rng.integers(4, 20)).tolist() for _ in range(size)]
+        for size in BATCHES
+    ]
+
+
+def draw(llm: LLM) -> Drawn:
+    sequences, values = [], []
+    for batch in prompts():
+        tokens, those = decoded(llm, batch, NEW)
+        sequences += [p + t for p, t in zip(batch, tokens, strict=True)]
+        values.append(those)
+    return Drawn(sequences, np.concatenate(values))
+
+
+def draw_counted(llm: LLM, name: str) -> Drawn:
+    """Every token is counted once: no row of padding and none of vLLM's dummy runs."""
+    llm.collective_rpc("moe_offload_reset_stats")
+    began = time.perf_counter()
+    drawn = draw(llm)
+    seconds = time.perf_counter() - began
+    done = stats(llm)
+    counted = {n: done[n] for n in ("steps", "tokens", "hits", "misses", "cpu_experts", "waves")}
+    print(f"\n{name}: {seconds:.1f} s, {counted}")
+    assert done["tokens"] == sum(len(p) + NEW - 1 for batch in prompts() for p in batch)
+    assert len(BATCHES) * NEW <= done["steps"] <= len(BATCHES) * (NEW + 3)
+    for layer in done["layers"].values():
+        fetched = layer["misses"] - layer["cpu_experts"]
+        assert layer["bytes_fetched"] == fetched * layer["expert_bytes"]
+    return drawn
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_decoding(mode: str, way: str, checkpoint: Path, drawn: dict[str, Drawn]) -> None:
+    settings = moe_offload_args(mode=mode, **MODES[mode])
+    with engine(checkpoint, dtype="bfloat16", **settings, **WAYS[way], **SIZES) as llm:
+        drawn[f"{mode}, {way}"] = draw_counted(llm, f"{mode}, {way}")
+        in_graph = {checked.layer._is_in_graph for checked in checked_layers(llm)}
+        assert in_graph == {way == "captured"}
+        if way == "captured":
+            with pytest.raises(Exception, match="CUDA graphs have been captured"):
+                resize(llm, 8)
+            return
+        for fault, plant in FAULTS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch)
+                resize(llm, SLOTS)
+                drawn[f"{mode}: {fault}"] = draw(llm)
+
+
+def test_decoding_with_a_fault_in_the_graphs(
+    checkpoint: Path, drawn: dict[str, Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The check before the first request would notice it already.
+    monkeypatch.setattr("vllm_moe_offload.integration.runtime.check_layer", lambda *_: None)
+    FAULTS["one expert dropped"](monkeypatch)
+    settings = moe_offload_args(slots_per_layer=SLOTS)
+    with engine(checkpoint, dtype="bfloat16", **settings, **CAPTURED, **SIZES) as llm:
+        drawn["captured: one expert dropped"] = draw(llm)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_decoding_with_vllms_default_graphs(
+    runner: str, checkpoint: Path, drawn: dict[str, Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile; full graphs for decode, piecewise ones for the rest, of all sizes allowed."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", RUNNERS[runner])
+    vllm_envs.disable_envs_cache()  # an engine before this one has filled it
+    settings = moe_offload_args(slots_per_layer=SLOTS)
+    with engine(checkpoint, dtype="bfloat16", enforce_eager=False, **settings, **SIZES) as llm:
+        drawn[runner] = draw_counted(llm, runner)
+        config = llm.llm_engine.vllm_config
+        assert config.use_v2_model_runner is (RUNNERS[runner] == "1")
+        assert config.compilation_config.max_cudagraph_capture_size == 64
+    vllm_envs.disable_envs_cache()
+
+
+def is_accepted(name: str, drawn: dict[str, Drawn], reference: LLM) -> bool:
+    """Whether its error is within the allowance of stock's."""
+    if name not in drawn:
+        pytest.skip("nothing was generated")
+    ours, theirs = (
+        one.values - of_the_new(log_probabilities(reference, one.sequences), one.sequences)
+        for one in (drawn[name], drawn["stock"])
+    )
+    exact = np.zeros_like(ours)
+    print(f"\n{name}: {errors(ours, exact)}, stock {errors(theirs, exact)}")
+    return is_no_further(ours, theirs, exact)
+
+
+def of_the_new(values: np.ndarray, sequences: list[list[int]]) -> np.ndarray:
+    """Of log-probabilities of all tokens but each first, those of the generated ones."""
+    ends = np.cumsum([len(sequence) - 1 for sequence in sequences])
+    return np.concatenate([values[end - NEW : end] for end in ends])
+
+
+@pytest.mark.parametrize("name", [*(f"{mode}, {way}" for mode in MODES for way in WAYS), *RUNNERS])
+def test_no_further_from_float32_than_stock(
+    name: str, drawn: dict[str, Drawn], reference: LLM
+) -> None:
+    assert is_accepted(name, drawn, reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(f"{mode}: {fault}" for mode in MODES for fault in FAULTS), "captured: one expert dropped"],
+)
+def test_a_fault_is_noticed(name: str, drawn: dict[str, Drawn], reference: LLM) -> None:
+    assert not is_accepted(name, drawn, reference)
