@@ -135,6 +135,7 @@ class Doorbell:
         """
         native = self._open()
         spec = plan.spec
+        native_plan, weights = plan.open()
         if x.dim() != 2 or topk_ids.dim() != 2:
             raise ValueError(
                 f"x {tuple(x.shape)} and topk_ids {tuple(topk_ids.shape)} must be [T, H] and [T, K]"

@@ -95,7 +95,7 @@ class ExpertPlan:
             RuntimeError: The engine is closed, or was made before a fork.
         """
         # Held until the call returns: another thread may close the plan meanwhile.
-        native_plan, _weights = self.open()
+        held = self.open()
         tokens = x.shape[0]
         top_k = topk_ids.shape[-1]
         check_tensor("x", x, (tokens, self._spec.hidden), self._dtype)
@@ -112,7 +112,7 @@ class ExpertPlan:
             if not accumulate:
                 out.zero_()
             return
-        native_plan.run(
+        held[0].run(
             x.data_ptr(),
             topk_ids.data_ptr(),
             topk_weights.data_ptr(),
@@ -140,10 +140,10 @@ class ExpertPlan:
             )
         return begin, end
 
-    def open(self) -> tuple[_engine.Plan, dict[str, torch.Tensor]]:
-        """The compiled plan, and the weights to be kept while it is used; not for outside.
+    def open(self) -> tuple[_engine.Plan, Mapping[str, torch.Tensor]]:
+        """The compiled plan and the weights it reads, which whoever uses the one has to keep.
 
-        Raises RuntimeError once the engine is closed.
+        For other parts of the engine. Raises RuntimeError once closed.
         """
         if self._native is None:
             raise RuntimeError(
