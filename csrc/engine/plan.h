@@ -28,6 +28,13 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
+// How long the phases of a call took.
+struct PhaseSeconds {
+  double prepare;  // operands of the tokens; 0 where that was too little to share out
+  double up;       // w13 and the activation
+  double down;     // w2 and the sums
+};
+
 // NUMA: of w2's rows, of the gate rows and of the up rows of every expert, each node's threads
 // compute a contiguous share in proportion to their number, in the order of the nodes, and take
 // from others' only when theirs are done. Weights are best placed likewise.
@@ -41,6 +48,8 @@ class Engine {
   int threads() const { return pool_->threads(); }
   const Isa& isa() const { return isa_; }
   Pool& pool() { return *pool_; }
+  // Of the last call of any plan.
+  PhaseSeconds phase_seconds();
 
  private:
   friend class Plan;
@@ -49,6 +58,7 @@ class Engine {
   // Guarded by the pool's mutex.
   Scratch scratch_;
   PairSorter pairs_;
+  PhaseSeconds seconds_{};
   std::vector<int64_t> node_blocks_;  // of the call in progress: see Plan::run_chunk
   std::vector<int64_t> node_ends_;
 };

@@ -1,7 +1,9 @@
 // A persistent, pinned thread pool that runs phases of tasks.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -40,6 +42,12 @@ class Pool {
   // have ended (later phases are then skipped). Throws where the pool is not usable.
   void run(const Phase* phases, int count, const void* context);
 
+  // How long phase `i` of the last call took; to be asked with the mutex held.
+  double phase_seconds(int i) const {
+    const auto at = static_cast<size_t>(i);
+    return std::chrono::duration<double>(times_[at + 1] - times_[at]).count();
+  }
+
   int threads() const { return threads_; }
   // Threads of each NUMA node that has any, in the order of the threads.
   const std::vector<int>& node_threads() const { return node_threads_; }
@@ -77,6 +85,7 @@ class Pool {
   const Phase* phases_ = nullptr;
   int phase_count_ = 0;
   const void* context_ = nullptr;
+  std::array<std::chrono::steady_clock::time_point, kMaxPhases + 1> times_{};
   std::exception_ptr error_;
   std::mutex error_mutex_;
 
