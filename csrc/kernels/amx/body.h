@@ -30,23 +30,19 @@ struct Buffer {
   Result results[kSharingPairs * kChunkBlocks];
 };
 
-// One panel, of `columns` columns from `panel` on, by blocks [from, to) of the tokens.
+// One panel, of `steps` tiles of columns from `panel` on, by blocks [from, to) of the tokens.
 inline void multiply_panel(const Buffer& buffer, const std::byte* packed, int64_t blocks,
-                           int64_t from, int64_t to, int64_t panel, int64_t columns, Ahead& ahead,
+                           int64_t from, int64_t to, int64_t panel, int64_t steps, Ahead& ahead,
                            Result* results) {
-  const int64_t steps = tile_steps(columns);
   const int64_t block_bytes = steps * kTileBytes;
   const std::byte* b = packed + panel / kTileColumns * blocks * kTileBytes + from * block_bytes;
-  const int64_t all_steps = (to - from + 1) / 2 * steps;
-  const int64_t lines_a_step = (ahead.lines() + all_steps - 1) / all_steps;
   int64_t block = from;
   for (; block + 2 <= to; block += 2, b += 2 * block_bytes, results += 2) {
     multiply<2>(buffer.panel[0], buffer.panel[1], b, b + block_bytes, steps, panel == 0, results,
-                ahead, lines_a_step);
+                ahead);
   }
   if (block < to) {
-    multiply<1>(buffer.panel[0], buffer.panel[1], b, b, steps, panel == 0, results, ahead,
-                lines_a_step);
+    multiply<1>(buffer.panel[0], buffer.panel[1], b, b, steps, panel == 0, results, ahead);
   }
 }
 
@@ -70,15 +66,16 @@ struct Rows {
   int64_t pairs;
   const PairAt& pair_at;
 
-  void unpack(const TilePair& pair, int64_t panel, Buffer& buffer) const {
-    unpack_tile(pair.first, pair.first_rows, panel, buffer.panel[0]);
-    unpack_tile(pair.second, pair.second_rows, panel, buffer.panel[1]);
+  void unpack(const TilePair& pair, int64_t panel, Ahead& ahead, Buffer& buffer) const {
+    unpack_tile(pair.first, pair.first_rows, panel, ahead, buffer.panel[0]);
+    unpack_tile(pair.second, pair.second_rows, panel, ahead, buffer.panel[1]);
   }
 
-  Ahead ahead(const TilePair& pair, int64_t panel) const {
+  // Of the rows' part in a panel, to be fetched in so many turns.
+  Ahead ahead(const TilePair& pair, int64_t panel, int64_t turns) const {
     const std::byte* first = address(pair.first, panel);
     return Ahead(first, first + (pair.second - pair.first) * matrix.row_bytes,
-                 step * matrix.row_bytes, address(pair.first, panel, width(panel)) - first);
+                 step * matrix.row_bytes, address(pair.first, panel, width(panel)) - first, turns);
   }
 
   int64_t width(int64_t panel) const { return min_of(kPanelColumns, columns - panel); }
@@ -88,9 +85,10 @@ struct Rows {
     return W::address(W::row(matrix, expert, row, k_begin + panel), column);
   }
 
-  void unpack_tile(int64_t first, int64_t rows, int64_t panel, std::byte* to) const {
+  void unpack_tile(int64_t first, int64_t rows, int64_t panel, Ahead& ahead, std::byte* to) const {
     const int64_t count = width(panel);
     for (int64_t r = 0; r < kTile; ++r, to += 64) {
+      ahead.fetch();
       if (r < rows) {
         W::unpack(W::row(matrix, expert, first + r * step, k_begin + panel), count, to);
       } else {
@@ -116,12 +114,14 @@ inline void multiply_rows(const Rows<W, PairAt>& rows, const std::byte* packed, 
       const int64_t end = min_of(begin + sharing, rows.pairs);
       for (int64_t panel = 0; panel < rows.columns; panel += kPanelColumns) {
         for (int64_t i = begin; i < end; ++i) {
-          rows.unpack(rows.pair_at(i), panel, buffer);
-          const bool last_column = panel + kPanelColumns >= rows.columns;
-          Ahead ahead = i + 1 < end    ? rows.ahead(rows.pair_at(i + 1), panel)
-                        : !last_column ? rows.ahead(rows.pair_at(begin), panel + kPanelColumns)
-                                       : rows.ahead(rows.pair_at(end), 0);
-          multiply_panel(buffer, packed, blocks, from, to, panel, rows.width(panel), ahead,
+          const int64_t steps = tile_steps(rows.width(panel));
+          const int64_t turns = 2 * kTile + (to - from + 1) / 2 * steps;
+          const int64_t next = panel + kPanelColumns;
+          Ahead ahead = i + 1 < end           ? rows.ahead(rows.pair_at(i + 1), panel, turns)
+                        : next < rows.columns ? rows.ahead(rows.pair_at(begin), next, turns)
+                                              : rows.ahead(rows.pair_at(end), 0, turns);
+          rows.unpack(rows.pair_at(i), panel, ahead, buffer);
+          multiply_panel(buffer, packed, blocks, from, to, panel, steps, ahead,
                          buffer.results + (i - begin) * kChunkBlocks);
         }
       }

@@ -44,11 +44,11 @@ struct NibbleTiles : F, NibbleColumns {
     const __m512i shifts =
         _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008,
                          0x0008000800080008, 0x0004000400040004, 0x0004000400040004, 0, 0);
-    const int64_t shared = F::table_columns(row);
+    const int64_t shared = F::table_columns(row);  // a power of two
     __m512i table = _mm512_setzero_si512();
     for (int64_t c = 0; c < columns; c += kTileColumns, to += kTileBytes) {
       const int64_t left = columns - c;
-      if (c % shared == 0) table = F::table(row, c, left);
+      if ((c & (shared - 1)) == 0) table = F::table(row, c, left);
       const auto* from = reinterpret_cast<const __m128i*>(row.weight + c / 2);
       const __m128i words = left < kTileColumns ? _mm_loadl_epi64(from) : _mm_loadu_si128(from);
       const __m512i codes = F::codes(_mm512_srlv_epi16(_mm512_broadcast_i32x4(words), shifts));

@@ -86,30 +86,36 @@ struct Result {
 };
 
 // The weights that are needed next, as they lie in memory: 2 x 16 rows of some cache lines. They
-// are fetched bit by bit, among the products: all at once they would come no faster than memory
-// gives them, and the products would wait.
+// are fetched a few at each of `turns`, a row unpacked or a step of products: all at once they
+// would come no faster than memory gives them, and memory would rest afterwards.
 class Ahead {
  public:
-  Ahead(const std::byte* first, const std::byte* second, int64_t stride, int64_t row_bytes)
-      : rows_{first, second}, stride_(stride), lines_((row_bytes + 63) / 64) {}
-  int64_t lines() const { return 2 * kTile * lines_; }
-  void fetch(int64_t count) {
-    for (; count > 0 && row_ < 2 * kTile; --count) {
+  Ahead(const std::byte* first, const std::byte* second, int64_t stride, int64_t row_bytes,
+        int64_t turns)
+      : row_(first), second_(second), stride_(stride), row_bytes_(row_bytes), at_(first) {
+    const int64_t lines = 2 * kTile * ((row_bytes + 63) / 64);
+    lines_a_turn_ = (lines + turns - 1) / turns;
+  }
+  void fetch() {
+    for (int64_t i = 0; i < lines_a_turn_ && rows_left_ > 0; ++i) {
       // Into L2: L1 is full of what is being multiplied.
-      __builtin_prefetch(rows_[row_ / kTile] + row_ % kTile * stride_ + line_ * 64, 0, 2);
-      if (++line_ == lines_) {
-        line_ = 0;
-        ++row_;
-      }
+      __builtin_prefetch(at_, 0, 2);
+      at_ += 64;
+      if (at_ < row_ + row_bytes_) continue;
+      --rows_left_;
+      row_ = rows_left_ == kTile ? second_ : row_ + stride_;
+      at_ = row_;
     }
   }
 
  private:
-  const std::byte* rows_[2];
+  const std::byte* row_;
+  const std::byte* second_;
   int64_t stride_;
-  int64_t lines_;
-  int64_t row_ = 0;
-  int64_t line_ = 0;
+  int64_t row_bytes_;
+  int64_t lines_a_turn_;
+  const std::byte* at_;
+  int64_t rows_left_ = 2 * kTile;
 };
 
 // Adds to the results of kTokenTiles tiles of tokens (1 or 2) the products of two row tiles, `a0`
@@ -117,8 +123,9 @@ class Ahead {
 // Two by two, four products share four loads.
 template <int kTokenTiles>
 inline void multiply(const std::byte* a0, const std::byte* a1, const std::byte* b0,
-                     const std::byte* b1, int64_t steps, bool begin, Result* results, Ahead& ahead,
-                     int64_t lines_a_step) {
+                     const std::byte* b1, int64_t steps, bool begin, Result* results,
+                     Ahead& ahead) {
+  Ahead next = ahead;  // a copy stays in registers
   // GCC's tileloadd does not say that it reads memory: whatever was written there has to be by now.
   __asm__ volatile("" ::: "memory");
   if (begin) {
@@ -145,8 +152,9 @@ inline void multiply(const std::byte* a0, const std::byte* a1, const std::byte* 
       MOE_TILE_MULTIPLY(1, 4, 7);
       MOE_TILE_MULTIPLY(3, 5, 7);
     }
-    ahead.fetch(lines_a_step);
+    next.fetch();
   }
+  ahead = next;
   MOE_TILE_STORE(0, results[0].value[0], 64);
   MOE_TILE_STORE(2, results[0].value[1], 64);
   if constexpr (kTokenTiles == 2) {
