@@ -165,19 +165,23 @@ Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_token
       top_k_(top_k),
       x_stride_(round_up(layer.hidden, kOperandAlign)),
       inner_stride_(round_up(layer.intermediate, kOperandAlign)) {
-  const int64_t pairs = top_k * kChunkUnit;
-  const int64_t blocks = PairSorter::max_blocks(pairs, kernels_.packed_tokens);
-  sizes_ = {
-      .x = kChunkUnit * x_stride_ * kernels_.operand_bytes,
-      .inner = pairs * inner_stride_ * kernels_.operand_bytes,
-      .packed_x = blocks * kPackBlock * x_stride_ * static_cast<int64_t>(sizeof(Bf16)),
-      .packed_inner = blocks * kPackBlock * inner_stride_ * static_cast<int64_t>(sizeof(Bf16)),
-      .sums = kChunkUnit * x_stride_ * static_cast<int64_t>(sizeof(float))};
-  const int64_t unit_bytes = sizes_.total();
-  const int64_t units =
-      std::clamp(kScratchBytes / unit_bytes, int64_t{1}, ceil_div(max_tokens, kChunkUnit));
+  const auto sizes_of = [&](int64_t tokens) -> Sizes {
+    constexpr auto kBf16 = static_cast<int64_t>(sizeof(Bf16));
+    const int64_t pairs = tokens * top_k;
+    const int64_t packed =
+        PairSorter::max_blocks(pairs, layer.experts, kernels_.packed_tokens) * kPackBlock;
+    return {.x = tokens * x_stride_ * kernels_.operand_bytes,
+            .inner = pairs * inner_stride_ * kernels_.operand_bytes,
+            .packed_x = packed * x_stride_ * kBf16,
+            .packed_inner = packed * inner_stride_ * kBf16,
+            .sums = tokens * x_stride_ * static_cast<int64_t>(sizeof(float))};
+  };
+  int64_t units = ceil_div(max_tokens, kChunkUnit);
+  while (units > 1 && sizes_of(units * kChunkUnit).total() > kScratchBytes) {
+    units -= ceil_div(units, 16);
+  }
   chunk_ = std::min(units * kChunkUnit, max_tokens);
-  sizes_ = sizes_.times(units);
+  sizes_ = sizes_of(units * kChunkUnit);
   if (kernels_.buffer_bytes != nullptr) buffer_stride_ = round_up(kernels_.buffer_bytes(layer), 64);
   const int64_t bytes = sizes_.total() + buffer_stride_ * engine_->threads();
 

@@ -102,9 +102,6 @@ class Plan {
     int64_t x = 0, inner = 0, packed_x = 0, packed_inner = 0, sums = 0;
 
     int64_t total() const { return x + inner + packed_x + packed_inner + sums; }
-    Sizes times(int64_t n) const {
-      return {x * n, inner * n, packed_x * n, packed_inner * n, sums * n};
-    }
   };
   Sizes sizes_;
   int64_t buffer_stride_ = 0;
