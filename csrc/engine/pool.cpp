@@ -101,6 +101,7 @@ void Pool::run(const Phase* phases, int count, const void* context) {
   error_ = nullptr;
   failed_.store(false, std::memory_order_relaxed);
   for (int i = 0; i < count; ++i) share_out(phases[i], &shares_[static_cast<size_t>(i * threads_)]);
+  times_[0] = std::chrono::steady_clock::now();
   if (threads_ > 1) {
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
@@ -147,6 +148,7 @@ void Pool::work(int index) {
                 index);
     }
     arrive_and_wait();
+    if (index == 0) times_[static_cast<size_t>(i) + 1] = std::chrono::steady_clock::now();
   }
 }
 

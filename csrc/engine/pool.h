@@ -1,6 +1,7 @@
 // A persistent, pinned thread pool that runs phases of tasks.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -48,6 +49,12 @@ class Pool {
   // Pins the calling thread to the core left to the caller: for a thread that does little else.
   void pin_caller() const;
 
+  // How long phase `i` of the last call took; to be asked with the mutex held.
+  double phase_seconds(int i) const {
+    const auto at = static_cast<size_t>(i);
+    return std::chrono::duration<double>(times_[at + 1] - times_[at]).count();
+  }
+
   int threads() const { return threads_; }
   // Threads of each NUMA node that has any, in the order of the threads.
   const std::vector<int>& node_threads() const { return node_threads_; }
@@ -89,6 +96,7 @@ class Pool {
   const Phase* phases_ = nullptr;
   int phase_count_ = 0;
   const void* context_ = nullptr;
+  std::array<std::chrono::steady_clock::time_point, kMaxPhases + 1> times_{};
   std::exception_ptr error_;
   std::mutex error_mutex_;
 
