@@ -56,7 +56,18 @@ CAPTURED: dict[str, Any] = {
     },
 }
 WAYS: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "captured": CAPTURED}
-MODES: dict[str, dict[str, Any]] = {"cache": {"slots_per_layer": SLOTS}}
+MODES: dict[str, dict[str, Any]] = {
+    "cache": {"slots_per_layer": SLOTS},
+    "cpu": {},
+    "hybrid": {"slots_per_layer": SLOTS, "cache_topk": 6, "update_expert_num": 4},
+    "auto": {"slots_per_layer": SLOTS},
+}
+# Those that can do harm in a mode, one way only: starting is what takes time here.
+ALL_FAULTS = {
+    "cache": tuple(FAULTS),
+    "cpu": ("one expert dropped",),
+    "hybrid": ("two experts swapped",),
+}
 RUNNERS = {"V1 runner": "0", "V2 runner": "1"}
 
 
@@ -115,6 +126,13 @@ def draw_counted(llm: LLM, name: str) -> Drawn:
     print(f"\n{name}: {seconds:.1f} s, {counted}")
     assert done["tokens"] == sum(len(p) + NEW - 1 for batch in prompts() for p in batch)
     assert len(BATCHES) * NEW <= done["steps"] <= len(BATCHES) * (NEW + 3)
+    if done["mode"] == "cache":
+        assert done["cpu_experts"] == 0
+    if done["mode"] == "cpu":
+        assert done["hits"] == done["misses"] == 0 < done["cpu_experts"]
+        return drawn
+    if done["mode"] == "hybrid":
+        assert 0 < done["cpu_experts"] < done["misses"]
     for layer in done["layers"].values():
         fetched = layer["misses"] - layer["cpu_experts"]
         assert layer["bytes_fetched"] == fetched * layer["expert_bytes"]
@@ -130,13 +148,15 @@ def test_decoding(mode: str, way: str, checkpoint: Path, drawn: dict[str, Drawn]
         in_graph = {checked.layer._is_in_graph for checked in checked_layers(llm)}
         assert in_graph == {way == "captured"}
         if way == "captured":
-            with pytest.raises(Exception, match="CUDA graphs have been captured"):
-                resize(llm, 8)
+            if mode != "cpu":
+                with pytest.raises(Exception, match="CUDA graphs have been captured"):
+                    resize(llm, 8)
             return
-        for fault, plant in FAULTS.items():
+        for fault in ALL_FAULTS.get(mode, ()):
             with pytest.MonkeyPatch.context() as patch:
-                plant(patch)
-                resize(llm, SLOTS)
+                FAULTS[fault](patch)
+                if mode != "cpu":
+                    resize(llm, SLOTS)
                 drawn[f"{mode}: {fault}"] = draw(llm)
 
 
@@ -146,7 +166,7 @@ def test_decoding_with_a_fault_in_the_graphs(
     # The check before the first request would notice it already.
     monkeypatch.setattr("vllm_moe_offload.integration.runtime.check_layer", lambda *_: None)
     FAULTS["one expert dropped"](monkeypatch)
-    settings = moe_offload_args(slots_per_layer=SLOTS)
+    settings = moe_offload_args(mode="cache", slots_per_layer=SLOTS)
     with engine(checkpoint, dtype="bfloat16", **settings, **CAPTURED, **SIZES) as llm:
         drawn["captured: one expert dropped"] = draw(llm)
 
@@ -165,6 +185,18 @@ def test_decoding_with_vllms_default_graphs(
         assert config.use_v2_model_runner is (RUNNERS[runner] == "1")
         assert config.compilation_config.max_cudagraph_capture_size == 64
     vllm_envs.disable_envs_cache()
+
+
+def test_a_lane_that_dies_ends_the_step_and_not_the_process(checkpoint: Path) -> None:
+    settings = moe_offload_args(mode="cpu")
+    with engine(checkpoint, dtype="bfloat16", **settings, **CAPTURED, **SIZES) as llm:
+        decoded(llm, prompts()[1], 4)
+        (runtime,) = llm.collective_rpc(lambda worker: worker._moe_offload_runtime)
+        runtime._lane._doorbell.stop()  # requests are answered by nobody but the watchdog then
+        began = time.perf_counter()
+        with pytest.raises(Exception, match="model.layers"):
+            decoded(llm, prompts()[1], 4)
+        assert time.perf_counter() - began < 5
 
 
 def is_accepted(name: str, drawn: dict[str, Drawn], reference: LLM) -> bool:
@@ -195,7 +227,10 @@ def test_no_further_from_float32_than_stock(
 
 @pytest.mark.parametrize(
     "name",
-    [*(f"{mode}: {fault}" for mode in MODES for fault in FAULTS), "captured: one expert dropped"],
+    [
+        *(f"{mode}: {fault}" for mode, faults in ALL_FAULTS.items() for fault in faults),
+        "captured: one expert dropped",
+    ],
 )
 def test_a_fault_is_noticed(name: str, drawn: dict[str, Drawn], reference: LLM) -> None:
     assert not is_accepted(name, drawn, reference)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -13,16 +15,33 @@ from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, OffloadConfig
 from vllm_moe_offload.device import Device, HostDevice
+from vllm_moe_offload.device.request import CpuRequest
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
-from vllm_moe_offload.errors import InactiveError, MemoryShortError, UnsupportedError
+from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer
-from vllm_moe_offload.lanes import CapturedLayer, Counters, EngineLane, Lane, OffloadedLayer
-from vllm_moe_offload.planning import LayerShape, SlotPlan, plan_slots
+from vllm_moe_offload.lanes import (
+    MAX_CAPTURED,
+    AskingLayer,
+    CapturedLayer,
+    Counters,
+    CpuLane,
+    EngineLane,
+    Lane,
+    OffloadedLayer,
+)
+from vllm_moe_offload.lanes.rates import measure_rates
+from vllm_moe_offload.planning import (
+    LaneRates,
+    LayerShape,
+    SlotPlan,
+    fetch_limits,
+    plan_slots,
+)
 
 if TYPE_CHECKING:
     from vllm_moe_offload.integration.layers import OffloadedRoutedExperts
@@ -30,6 +49,8 @@ if TYPE_CHECKING:
 # Below "vllm", whose handlers and level apply: a logger of another name would print nothing.
 logger = init_logger(f"vllm.{__name__}")
 _GIB = 2**30
+# Places for layers on the CPU lane's board, 192 bytes each; a draft model's come later.
+_MOST_LAYERS = 1024
 
 
 class OffloadRuntime:
@@ -47,8 +68,11 @@ class OffloadRuntime:
         self.is_dummy = vllm_config.load_config.load_format == "dummy"
         self._modules: dict[str, OffloadedRoutedExperts] = {}
         self._views: dict[str, EngineView] = {}
-        self._cpu_lanes: dict[str, Lane] = {}
+        self._cpu_lanes: dict[str, EngineLane] = {}
         self._side_stream: SideStream | None = None
+        # On a GPU, where the CPU has a part in captured steps.
+        self._lane: CpuLane | None = None
+        self._rates: LaneRates | None = None
         # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
         self._slots: dict[str, int | None] = {}
 
@@ -99,7 +123,9 @@ class OffloadRuntime:
         def resident(slots: Any) -> Lane:
             return self._engine_lane(module, view, slots)
 
-        return self._layer(module, host, view, ExpertLayout.of(host).empty, resident, num_slots)
+        cpu = self._engine_lane(module, view, host)
+        allocate = ExpertLayout.of(host).empty
+        return self._layer(module, host, view, allocate, resident, num_slots, cpu)
 
     def _on_gpu(self, module: OffloadedRoutedExperts, num_slots: int) -> OffloadedLayer:
         device = torch.device(current_platform.device_type, torch.cuda.current_device())
@@ -113,13 +139,57 @@ class OffloadRuntime:
         def resident(slots: Any) -> Lane:
             return FormatLane(module)
 
-        def capture(slots: Any, lane: Lane) -> CapturedLayer:
-            return CapturedLayer.fetching_all(
-                host, slots, lane, self._side(device), policy=self.config.policy, top_k=module.top_k
-            )
-
         view = engine_view(module)
-        return self._layer(module, host, view, allocate, resident, num_slots, capture)
+        cpu = self._engine_lane(module, view, host)
+        request = self._request(module.layer_name, cpu, device)
+
+        def capture(slots: Any, lane: Lane) -> CapturedLayer:
+            captured = CapturedLayer(
+                host,
+                slots,
+                lane,
+                self._side(device),
+                request,
+                policy=self.config.policy,
+                top_k=module.top_k,
+                cache_topk=self._cache_topk(module),
+            )
+            if request is not None:
+                captured.split(self._limits(captured.step.num_experts))
+            return captured
+
+        asking = None
+        if request is not None and not num_slots:
+            asking = AskingLayer(module.moe_config.num_experts, module.top_k, request, device)
+        return self._layer(module, host, view, allocate, resident, num_slots, cpu, capture, asking)
+
+    def _request(self, name: str, cpu: EngineLane, device: torch.device) -> CpuRequest | None:
+        """The layer's side of the CPU lane, where it has a part in captured steps."""
+        if self.config.mode == "cache":
+            return None
+        if self._lane is None:
+            self._lane = CpuLane(
+                self.engine, max_layers=_MOST_LAYERS, max_tokens=MAX_CAPTURED, device=device
+            )
+        return self._lane.add(name, cpu.plan)
+
+    def _cache_topk(self, module: OffloadedRoutedExperts) -> int | None:
+        most = self.config.cache_topk
+        if most == "auto":
+            return None
+        if most > module.top_k:
+            raise ConfigError(
+                f"cache_topk={most}, but {module.layer_name} routes a token to {module.top_k} "
+                f"experts: give at most {module.top_k}"
+            )
+        return most
+
+    def _limits(self, num_experts: int) -> npt.NDArray[np.int64]:
+        """The split by the measured rates; before they are, both lanes take half."""
+        if self._rates is None:
+            return np.arange(num_experts + 1) // 2
+        most = self.config.update_expert_num
+        return fetch_limits(self._rates, num_experts, None if most == "auto" else most)
 
     def _side(self, device: torch.device) -> SideStream:
         """The stream beside the computing one, of all layers."""
@@ -135,9 +205,10 @@ class OffloadRuntime:
         allocate: Callable[[int], Any],
         resident: Callable[[Any], Lane],
         num_slots: int,
+        cpu: EngineLane,
         capture: Callable[[Any, Lane], CapturedLayer] | None = None,
+        asking: AskingLayer | None = None,
     ) -> OffloadedLayer:
-        cpu = self._engine_lane(module, view, host)
         self._views[module.layer_name] = view
         self._cpu_lanes[module.layer_name] = cpu
         return OffloadedLayer(
@@ -149,6 +220,7 @@ class OffloadRuntime:
             num_slots=num_slots,
             policy=self.config.policy,
             capture=capture,
+            asking=asking,
         )
 
     def _engine_lane(
@@ -187,7 +259,7 @@ class OffloadRuntime:
             seen: set[tuple[Any, ...]] = set()
             for name, layer in layers.items():
                 kind = (self._views[name].spec, layer.layout, layer.num_slots)
-                if kind not in seen and layer.num_slots:
+                if kind not in seen and (layer.num_slots or layer.decides_on_device):
                     check_layer(
                         name,
                         layer,
@@ -196,6 +268,8 @@ class OffloadRuntime:
                         self._modules[name].top_k,
                     )
                     seen.add(kind)
+            self._measure(layers)
+            self.check()
         elif self._modules:
             logger.info(
                 "moe_offload: every expert of %d layers fits on the device, so offload is off "
@@ -211,6 +285,55 @@ class OffloadRuntime:
                 "on vLLM's RoutedExperts, so nothing would be offloaded: remove the settings, or "
                 "serve a mixture-of-experts model"
             )
+
+    def _measure(self, layers: dict[str, OffloadedLayer]) -> None:
+        """Measure the lanes over the largest layer whose misses both may take, and split by it."""
+        split = {
+            name: layer
+            for name, layer in layers.items()
+            if self._lane is not None
+            and layer.captured is not None
+            and layer.num_slots < layer.num_experts
+        }
+        if not split:
+            return
+        name = max(split, key=lambda name: split[name].host_bytes)
+        measured = split[name].captured
+        assert measured is not None
+        device = measured.step.limits.device
+        self._rates = measure_rates(
+            measured.fetch, measured.step.num_slots, self._cpu_lanes[name].plan, device
+        )
+        split[name].invalidate()
+        for layer in split.values():
+            if layer.captured is not None:
+                layer.captured.split(self._limits(layer.num_experts))
+        rates = {lane: rate / 1e9 for lane, rate in asdict(self._rates).items()}
+        logger.info(
+            "moe_offload: fetching %.1f GB/s, beside the CPU %.1f; the CPU %.1f GB/s, beside "
+            "fetching %.1f: of 1 to 8 misses of a step %s are fetched",
+            rates["fetch"],
+            rates["fetch_beside_cpu"],
+            rates["cpu"],
+            rates["cpu_beside_fetch"],
+            ", ".join(map(str, self._limits(split[name].num_experts)[1:9])),
+        )
+
+    def wake(self) -> None:
+        """Before a step is launched: the CPU lane watches for its requests."""
+        if self._lane is not None:
+            self._lane.wake()
+
+    def check(self) -> None:
+        """Before a step's output is used: CpuLaneError when the CPU lane has failed."""
+        if self._lane is not None:
+            self._lane.check()
+
+    def close(self) -> None:
+        """No step comes any more: the CPU lane ends. May be called twice."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
 
     def resize(self, slots_per_layer: int) -> None:
         """Give every layer that many slots, or none of them: ValueError when it does not go."""
@@ -232,6 +355,7 @@ class OffloadRuntime:
         """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes.
 
         The totals are sums over the layers, but for steps and tokens: every layer sees each once.
+        `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split.
         """
         total = Counters()
         layers = {}
@@ -252,6 +376,7 @@ class OffloadRuntime:
         return {
             **asdict(total),
             "mode": self.config.mode,
+            "rates": asdict(self._rates) if self._rates is not None else None,
             "cpu_threads": self.engine.threads,
             "isa": self.engine.isa,
             "device_bytes": sum(layer["device_bytes"] for layer in layers.values()),
@@ -261,7 +386,7 @@ class OffloadRuntime:
 
     @property
     def _sized_automatically(self) -> bool:
-        return self.config.mode == "cache" and not any(
+        return self.config.mode != "cpu" and not any(
             isinstance(size, int | float)
             for size in (self.config.slots_per_layer, self.config.gpu_memory_gib)
         )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_moe_offload.device.fetch import ExpertFetch
@@ -12,7 +15,7 @@ from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.lanes.base import Lane
 from vllm_moe_offload.lanes.counters import Counters
-from vllm_moe_offload.routing import waves_for_all
+from vllm_moe_offload.routing import waves_needed
 
 # Rows of a step that is decided on the device; larger ones are planned by the host.
 MAX_CAPTURED = 64
@@ -22,67 +25,76 @@ class CapturedLayer:
     """Three lanes of one step: slots, fetches into slots, and the CPU by its doorbell.
 
     Args:
-        step: Decides; its slots are those that `fetch` fills and `resident` reads.
-        fetch: Copies what the step lists.
+        host: name -> ``[E, ...]``, every expert, in memory that the device reads.
+        slots: name -> ``[S, ...]``, those that `resident` reads.
         resident: Computes from the slots.
-        cpu: Asks the CPU lane for its experts, from `CpuLane.add`; None where the step's limits
-            leave none to it.
         side: What runs beside the current stream.
-        waves: How many waves a step of so many rows has: 1 to the step's own number; with the hits
-            apart 2 is the least. What they do not hold is the CPU's.
+        cpu: Asks the CPU lane for the misses that are not fetched, from `CpuLane.add`; None where
+            every miss is fetched.
+        policy: Which expert leaves a slot first, a name of `routing.POLICIES`.
+        top_k: K.
+        cache_topk: With a CPU lane, a miss is fetched only if it is among so many heaviest experts
+            of some token; None for K.
+        hits_apart: The hits are computed by themselves, while the misses arrive.
 
-    A graph that captured a step needs this object to live.
+    `step` decides, `fetch` copies what it lists.
+
+    A graph that captured a step needs this object to live. It holds the number of waves that the
+    split of the lanes asked for when it was captured; what they do not hold is the CPU's.
     """
 
     def __init__(
         self,
-        step: DeviceStep,
-        fetch: ExpertFetch,
-        resident: Lane,
-        cpu: CpuRequest | None,
-        side: SideStream,
-        waves: Callable[[int], int],
-    ) -> None:
-        self.step = step
-        self._fetch = fetch
-        self._resident = resident
-        self._cpu = cpu
-        self._side = side
-        self._waves = waves
-
-    @classmethod
-    def fetching_all(
-        cls,
         host: Mapping[str, torch.Tensor],
         slots: Mapping[str, torch.Tensor],
         resident: Lane,
         side: SideStream,
+        cpu: CpuRequest | None = None,
         *,
         policy: str,
         top_k: int,
+        cache_topk: int | None = None,
         hits_apart: bool = False,
-    ) -> CapturedLayer:
-        """One that fetches every miss, in as many waves as its rows may need.
-
-        host: name -> ``[E, ...]``, which the device reads; slots: name -> ``[S, ...]``; top_k: K.
-        """
+    ) -> None:
         some = next(iter(slots.values()))
         num_experts, num_slots = next(iter(host.values())).shape[0], some.shape[0]
-
-        def waves(rows: int) -> int:
-            return hits_apart + waves_for_all(rows * top_k, num_experts, num_slots, policy)
-
-        step = DeviceStep(
+        self.fetch = ExpertFetch(host, slots)
+        self._resident = resident
+        self._side = side
+        self._cpu = cpu
+        self._limits: npt.NDArray[np.integer[Any]] = np.arange(num_experts + 1)
+        self._waves: dict[int, int] = {}
+        most = waves_needed(self._limits, MAX_CAPTURED * top_k, num_slots, policy)
+        self.step = DeviceStep(
             num_experts,
             num_slots,
             policy,
             top_k=top_k,
-            cache_topk=top_k,
-            num_waves=waves(MAX_CAPTURED),
+            cache_topk=top_k if cache_topk is None or cpu is None else cache_topk,
+            num_waves=most + hits_apart,
             hits_apart=hits_apart,
             device=some.device,
         )
-        return cls(step, ExpertFetch(host, slots), resident, None, side, waves)
+
+    def split(self, limits: npt.NDArray[np.integer[Any]]) -> None:
+        """How many misses are fetched, by how many there are: [E + 1]; the rest is the CPU's.
+
+        Without a CPU lane all are, and nothing else can be asked for.
+        """
+        if self._cpu is None:
+            raise ValueError("without a CPU lane every miss is fetched: there is nothing to split")
+        self.step.set_limits(limits)
+        self._limits = limits
+        self._waves = {}
+
+    def num_waves(self, rows: int) -> int:
+        """How many waves a step of so many rows has."""
+        if rows not in self._waves:
+            step = self.step
+            self._waves[rows] = step.hits_apart + waves_needed(
+                self._limits, rows * step.top_k, step.num_slots, step.policy
+            )
+        return self._waves[rows]
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -93,7 +105,7 @@ class CapturedLayer:
         padding; all contiguous.
         """
         step = self.step
-        num_waves = self._waves(len(x))
+        num_waves = self.num_waves(len(x))
         step.launch(topk_ids, topk_weights, num_waves)
         if self._cpu is not None:
             self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
@@ -136,13 +148,11 @@ class CapturedLayer:
 
     def read_counters(self) -> Counters:
         """What all steps have done since the step's counters were reset; waits for the device."""
-        counted = self.step.read_counters()
-        bytes_fetched = counted.pop("fetched") * self._fetch.expert_bytes
-        return Counters(**counted, bytes_fetched=bytes_fetched)
+        return _counters(self.step, self.fetch.expert_bytes)
 
     def _launch_fetch(self, wave: int) -> None:
         with self._side.fork():
-            self._fetch.launch(self.step.fetches[wave], self.step.fetch_counts[wave])
+            self.fetch.launch(self.step.fetches[wave], self.step.fetch_counts[wave])
 
     def _compute(
         self,
@@ -154,3 +164,46 @@ class CapturedLayer:
     ) -> None:
         expert_map = self.step.expert_maps[wave]
         self._resident.compute(x, topk_weights, topk_ids, expert_map, out, wave > 0)
+
+
+class AskingLayer:
+    """A step without slots: every expert it uses is asked of the CPU lane.
+
+    Args:
+        num_experts: E.
+        top_k: K.
+        cpu: Asks, from `CpuLane.add`.
+        device: Where the launches run.
+
+    A graph that captured a step needs this object to live.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, cpu: CpuRequest, device: torch.device) -> None:
+        self._cpu = cpu
+        # It tells the experts that are used, and counts. Its one slot is never filled.
+        self.step = DeviceStep(
+            num_experts, 1, "lru", top_k=top_k, cache_topk=top_k, num_waves=1, device=device
+        )
+        self.step.set_limits(np.zeros(num_experts + 1, np.int32))
+
+    def forward(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """As `CapturedLayer.forward`."""
+        self.step.launch(topk_ids, topk_weights)
+        self._cpu.submit(x, topk_ids, topk_weights, self.step.cpu_map)
+        summed = torch.zeros_like(x)
+        self._cpu.wait()
+        self._cpu.join(summed, self.step.cpu_map, summed)
+        return summed
+
+    def read_counters(self) -> Counters:
+        """As `CapturedLayer.read_counters`; without slots nothing is a miss."""
+        counted = _counters(self.step, 0)
+        counted.misses = 0
+        return counted
+
+
+def _counters(step: DeviceStep, expert_bytes: int) -> Counters:
+    counted = step.read_counters()
+    return Counters(bytes_fetched=counted.pop("fetched") * expert_bytes, **counted)
