@@ -1,5 +1,7 @@
 #include "engine/doorbell.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -38,6 +40,13 @@ int64_t now_ns() { return nanoseconds(Clock::now().time_since_epoch()).count(); 
 
 nanoseconds from_seconds(double seconds) {
   return std::chrono::duration_cast<nanoseconds>(std::chrono::duration<double>(seconds));
+}
+
+// For debuggers, and tools that list threads.
+void name_thread(const char* name) { pthread_setname_np(pthread_self(), name); }
+
+void require_tokens(int64_t max_tokens) {
+  if (max_tokens < 1) throw std::invalid_argument("a mailbox needs room for at least 1 token");
 }
 
 std::string in_seconds(nanoseconds time) {
@@ -361,24 +370,33 @@ int64_t Doorbell::add(std::string layer, std::shared_ptr<const Plan> plan, const
                                 ", and its plan was made for 1 to " +
                                 std::to_string(plan->top_k()) + ": make that with a larger top_k");
   }
-  return add(std::move(layer), max_tokens, [plan = std::move(plan), operands](int64_t tokens) {
-    plan->run({.x = operands.x,
-               .out = operands.out,
-               .out_bf16 = false,
-               .accumulate = false,
-               .inner_begin = 0,
-               .inner_end = plan->layer().intermediate},
-              {.ids = operands.ids,
-               .weights = operands.weights,
-               .tokens = tokens,
-               .top_k = operands.top_k,
-               .map = operands.map,
-               .map_size = operands.map_size});
-  });
+  // A thread that stalled may go on while the GPU writes its next request: what it indexes memory
+  // by is its own copy.
+  require_tokens(max_tokens);
+  std::vector<int32_t> ids(static_cast<size_t>(max_tokens * operands.top_k));
+  std::vector<int32_t> map(static_cast<size_t>(operands.map_size));
+  return add(std::move(layer), max_tokens,
+             [plan = std::move(plan), operands, ids = std::move(ids),
+              map = std::move(map)](int64_t tokens) mutable {
+               std::copy_n(operands.ids, tokens * operands.top_k, ids.begin());
+               std::copy_n(operands.map, operands.map_size, map.begin());
+               plan->run({.x = operands.x,
+                          .out = operands.out,
+                          .out_bf16 = false,
+                          .accumulate = false,
+                          .inner_begin = 0,
+                          .inner_end = plan->layer().intermediate},
+                         {.ids = ids.data(),
+                          .weights = operands.weights,
+                          .tokens = tokens,
+                          .top_k = operands.top_k,
+                          .map = map.data(),
+                          .map_size = operands.map_size});
+             });
 }
 
 int64_t Doorbell::add(std::string layer, int64_t max_tokens, Compute compute) {
-  if (max_tokens < 1) throw std::invalid_argument("a mailbox needs room for at least 1 token");
+  require_tokens(max_tokens);
   return service_->add(std::move(layer), max_tokens, std::move(compute));
 }
 
@@ -388,8 +406,14 @@ void Doorbell::start() {
   if (server_.joinable()) return;
   service_->begin();
   // The threads own the service, not this: see `stop`.
-  watchdog_ = std::thread([service = service_] { service->watch(); });
-  server_ = std::thread([service = service_] { service->serve(); });
+  watchdog_ = std::thread([service = service_] {
+    name_thread("moe-watchdog");
+    service->watch();
+  });
+  server_ = std::thread([service = service_] {
+    name_thread("moe-doorbell");
+    service->serve();
+  });
 }
 
 void Doorbell::wake() { service_->wake(); }

@@ -38,8 +38,9 @@
 // From then on `error` names the layer and the cause, and the watchdog answers every outstanding
 // and every later request with 2, within some milliseconds, until `stop`: no stream waits for ever,
 // and nothing is computed. `out` holds nothing of use after a 2. A request is answered once: the
-// answer that a stalled thread has ready too late is dropped. Who launches the graphs checks
-// `error` before it uses what they computed: a kernel may, but need not, look at the answer.
+// answer that a stalled thread has ready too late is dropped, and what it indexes memory by is a
+// copy of the request's ids and map, which the GPU may be writing anew. Who launches the graphs
+// checks `error` before it uses what they computed: a kernel may, but need not, look at the answer.
 #pragma once
 
 #include <cstddef>

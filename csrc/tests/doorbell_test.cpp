@@ -245,6 +245,37 @@ void test_late_answer() {
   expect(requests_answered(doorbell) == 0, "a late answer is not counted");
 }
 
+// As a GPU that has been told of a failure writes: nothing orders it with the thread that stalled.
+__attribute__((no_sanitize("thread"))) void overwrite(std::vector<int32_t>& list) {
+  for (size_t i = 0; i < list.size(); ++i) list.data()[i] = 1 << 30;
+}
+
+// A request whose computation began late is computed as it was asked, whatever the GPU, which has
+// been told of the failure, has written since.
+void test_late_routing() {
+  const auto shared = engine();
+  const Case c{Format::kBf16, 70, 33, 4, 1};
+  LaneLayer layer(shared, c, 1);
+  const Batch batch(layer.shard.layer(), LaneLayer::kTokens, LaneLayer::kTopK, 1);
+  const std::vector<float> expected = run(*layer.plan, batch);
+  std::copy(batch.x.begin(), batch.x.end(), layer.x.begin());
+  std::copy(batch.ids.begin(), batch.ids.end(), layer.ids.begin());
+  std::copy(batch.weights.begin(), batch.weights.end(), layer.weights.begin());
+  Gpu gpu(1);
+  moe::Doorbell doorbell(shared, gpu.board(), 1, {.timeout_s = kTimeout});
+  doorbell.add("layers.0", layer.plan, layer.operands(), LaneLayer::kTokens);
+  doorbell.start();
+  {
+    const std::lock_guard<std::recursive_mutex> busy(shared->pool().mutex());
+    gpu.ask(0, LaneLayer::kTokens);
+    expect(gpu.wait(0) == moe::kFailed, "a request that the engine has no time for");
+    overwrite(layer.ids);
+    overwrite(layer.map);
+  }
+  expect(doorbell.stop(), "it went on");
+  expect(expected == layer.out, "with its own routing");
+}
+
 void test_stop() {
   Gpu gpu(2);
   Gate gate;
@@ -396,6 +427,7 @@ void moe_tests::test_doorbell() {
   opener.join();
   test_bad_row();
   test_late_answer();
+  test_late_routing();
   test_stop();
   test_stop_stalled();
   test_idle();

@@ -1,6 +1,4 @@
-"""The doorbell, with Python playing the GPU; faults of the service thread itself are injected in
-csrc/tests/doorbell_test.cpp.
-"""
+"""The doorbell, with Python playing the GPU."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 from tests.engine import oracle
+from tests.engine.faults import end_service_thread, kept_busy
 from tests.engine.shards import Batch, Shard, random_batch, random_shard, tolerance
 from vllm_moe_offload.engine import (
     ASKED,
@@ -251,27 +250,20 @@ def test_what_cannot_be_computed_ends_it(
 def test_a_stall_ends_it(engine: CpuExpertEngine, generator: torch.Generator) -> None:
     """Another caller keeps the engine for longer than the timeout."""
     doorbell, layers = make(engine, generator, timeout=0.2)
-    spec = ExpertSpec(1024, 1024, Activation.SILU, Format.FP32)
-    plan = engine.plan(spec, random_shard(spec, 2, generator), max_tokens=64, top_k=16)
-
-    def work(tokens: int) -> tuple[torch.Tensor, ...]:
-        ids = torch.zeros(tokens, 16, dtype=torch.int32)
-        return torch.ones(tokens, 1024), ids, torch.ones(tokens, 16), torch.ones(tokens, 1024)
-
-    short = work(64)
-    begin = time.monotonic()
-    plan.run(*short)
-    long = work(int(64 * 2.5 / (time.monotonic() - begin)))
-    other = threading.Thread(target=plan.run, args=long)
-    other.start()
-    try:
-        time.sleep(0.05)
+    with kept_busy(engine, 2.5):
         for layer in layers:
             layer.write(batch_of(layer, generator))
             layer.ring()
         expect_failed(doorbell, layers, "layers.", "within 0.2 s")
-    finally:
-        other.join()  # the engine must not close under it
+
+
+def test_the_end_of_its_thread_ends_it(engine: CpuExpertEngine, generator: torch.Generator) -> None:
+    doorbell, layers = make(engine, generator)
+    end_service_thread()
+    for layer in layers:
+        layer.write(batch_of(layer, generator))
+        layer.ring()
+    expect_failed(doorbell, layers, "the service thread ended")
 
 
 def test_stop_answers_what_is_outstanding(
