@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -15,31 +13,26 @@ from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, OffloadConfig
 from vllm_moe_offload.device import Device, HostDevice
-from vllm_moe_offload.device.request import CpuRequest
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
-from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
+from vllm_moe_offload.errors import InactiveError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer
+from vllm_moe_offload.integration.share import CpuShare
 from vllm_moe_offload.lanes import (
-    MAX_CAPTURED,
     AskingLayer,
     CapturedLayer,
     Counters,
-    CpuLane,
     EngineLane,
     Lane,
     OffloadedLayer,
 )
-from vllm_moe_offload.lanes.rates import measure_rates
 from vllm_moe_offload.planning import (
-    LaneRates,
     LayerShape,
     SlotPlan,
-    fetch_limits,
     plan_slots,
 )
 
@@ -49,8 +42,6 @@ if TYPE_CHECKING:
 # Below "vllm", whose handlers and level apply: a logger of another name would print nothing.
 logger = init_logger(f"vllm.{__name__}")
 _GIB = 2**30
-# Places for layers on the CPU lane's board, 192 bytes each; a draft model's come later.
-_MOST_LAYERS = 1024
 
 
 class OffloadRuntime:
@@ -70,9 +61,8 @@ class OffloadRuntime:
         self._views: dict[str, EngineView] = {}
         self._cpu_lanes: dict[str, EngineLane] = {}
         self._side_stream: SideStream | None = None
-        # On a GPU, where the CPU has a part in captured steps.
-        self._lane: CpuLane | None = None
-        self._rates: LaneRates | None = None
+        # On a GPU, from its first layer on.
+        self._share: CpuShare | None = None
         # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
         self._slots: dict[str, int | None] = {}
 
@@ -141,7 +131,8 @@ class OffloadRuntime:
 
         view = engine_view(module)
         cpu = self._engine_lane(module, view, host)
-        request = self._request(module.layer_name, cpu, device)
+        share = self._shared(device)
+        request = share.request(module.layer_name, cpu)
 
         def capture(slots: Any, lane: Lane) -> CapturedLayer:
             captured = CapturedLayer(
@@ -152,10 +143,10 @@ class OffloadRuntime:
                 request,
                 policy=self.config.policy,
                 top_k=module.top_k,
-                cache_topk=self._cache_topk(module),
+                cache_topk=share.cache_topk(module.layer_name, module.top_k),
             )
             if request is not None:
-                captured.split(self._limits(captured.step.num_experts))
+                captured.split(share.limits(captured.step.num_experts))
             return captured
 
         asking = None
@@ -163,33 +154,11 @@ class OffloadRuntime:
             asking = AskingLayer(module.moe_config.num_experts, module.top_k, request, device)
         return self._layer(module, host, view, allocate, resident, num_slots, cpu, capture, asking)
 
-    def _request(self, name: str, cpu: EngineLane, device: torch.device) -> CpuRequest | None:
-        """The layer's side of the CPU lane, where it has a part in captured steps."""
-        if self.config.mode == "cache":
-            return None
-        if self._lane is None:
-            self._lane = CpuLane(
-                self.engine, max_layers=_MOST_LAYERS, max_tokens=MAX_CAPTURED, device=device
-            )
-        return self._lane.add(name, cpu.plan)
-
-    def _cache_topk(self, module: OffloadedRoutedExperts) -> int | None:
-        most = self.config.cache_topk
-        if most == "auto":
-            return None
-        if most > module.top_k:
-            raise ConfigError(
-                f"cache_topk={most}, but {module.layer_name} routes a token to {module.top_k} "
-                f"experts: give at most {module.top_k}"
-            )
-        return most
-
-    def _limits(self, num_experts: int) -> npt.NDArray[np.int64]:
-        """The split by the measured rates; before they are, both lanes take half."""
-        if self._rates is None:
-            return np.arange(num_experts + 1) // 2
-        most = self.config.update_expert_num
-        return fetch_limits(self._rates, num_experts, None if most == "auto" else most)
+    def _shared(self, device: torch.device) -> CpuShare:
+        """The CPU's share in the steps of all layers."""
+        if self._share is None:
+            self._share = CpuShare(self.config, self.engine, device)
+        return self._share
 
     def _side(self, device: torch.device) -> SideStream:
         """The stream beside the computing one, of all layers."""
@@ -268,7 +237,8 @@ class OffloadRuntime:
                         self._modules[name].top_k,
                     )
                     seen.add(kind)
-            self._measure(layers)
+            if self._share is not None:
+                self._share.measure(layers, self._cpu_lanes)
             self.check()
         elif self._modules:
             logger.info(
@@ -286,54 +256,20 @@ class OffloadRuntime:
                 "serve a mixture-of-experts model"
             )
 
-    def _measure(self, layers: dict[str, OffloadedLayer]) -> None:
-        """Measure the lanes over the largest layer whose misses both may take, and split by it."""
-        split = {
-            name: layer
-            for name, layer in layers.items()
-            if self._lane is not None
-            and layer.captured is not None
-            and layer.num_slots < layer.num_experts
-        }
-        if not split:
-            return
-        name = max(split, key=lambda name: split[name].host_bytes)
-        measured = split[name].captured
-        assert measured is not None
-        device = measured.step.limits.device
-        self._rates = measure_rates(
-            measured.fetch, measured.step.num_slots, self._cpu_lanes[name].plan, device
-        )
-        split[name].invalidate()
-        for layer in split.values():
-            if layer.captured is not None:
-                layer.captured.split(self._limits(layer.num_experts))
-        rates = {lane: rate / 1e9 for lane, rate in asdict(self._rates).items()}
-        logger.info(
-            "moe_offload: fetching %.1f GB/s, beside the CPU %.1f; the CPU %.1f GB/s, beside "
-            "fetching %.1f: of 1 to 8 misses of a step %s are fetched",
-            rates["fetch"],
-            rates["fetch_beside_cpu"],
-            rates["cpu"],
-            rates["cpu_beside_fetch"],
-            ", ".join(map(str, self._limits(split[name].num_experts)[1:9])),
-        )
-
     def wake(self) -> None:
         """Before a step is launched: the CPU lane watches for its requests."""
-        if self._lane is not None:
-            self._lane.wake()
+        if self._share is not None:
+            self._share.wake()
 
     def check(self) -> None:
         """Before a step's output is used: CpuLaneError when the CPU lane has failed."""
-        if self._lane is not None:
-            self._lane.check()
+        if self._share is not None:
+            self._share.check()
 
     def close(self) -> None:
         """No step comes any more: the CPU lane ends. May be called twice."""
-        if self._lane is not None:
-            self._lane.close()
-            self._lane = None
+        if self._share is not None:
+            self._share.close()
 
     def resize(self, slots_per_layer: int) -> None:
         """Give every layer that many slots, or none of them: ValueError when it does not go."""
@@ -373,10 +309,11 @@ class OffloadRuntime:
             }
         total.steps = max((layer["steps"] for layer in layers.values()), default=0)
         total.tokens = max((layer["tokens"] for layer in layers.values()), default=0)
+        rates = self._share.rates if self._share is not None else None
         return {
             **asdict(total),
             "mode": self.config.mode,
-            "rates": asdict(self._rates) if self._rates is not None else None,
+            "rates": asdict(rates) if rates is not None else None,
             "cpu_threads": self.engine.threads,
             "isa": self.engine.isa,
             "device_bytes": sum(layer["device_bytes"] for layer in layers.values()),

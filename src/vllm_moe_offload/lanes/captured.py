@@ -20,6 +20,10 @@ from vllm_moe_offload.routing import waves_needed
 # Rows of a step that is decided on the device; larger ones are planned by the host.
 MAX_CAPTURED = 64
 
+# Whether the hits are computed by themselves while the misses arrive, for one launch of the layer's
+# kernel more.
+HITS_APART = False
+
 
 class CapturedLayer:
     """Three lanes of one step: slots, fetches into slots, and the CPU by its doorbell.
@@ -35,7 +39,7 @@ class CapturedLayer:
         top_k: K.
         cache_topk: With a CPU lane, a miss is fetched only if it is among so many heaviest experts
             of some token; None for K.
-        hits_apart: The hits are computed by themselves, while the misses arrive.
+        hits_apart: As `HITS_APART`.
 
     `step` decides, `fetch` copies what it lists.
 
@@ -54,7 +58,7 @@ class CapturedLayer:
         policy: str,
         top_k: int,
         cache_topk: int | None = None,
-        hits_apart: bool = False,
+        hits_apart: bool = HITS_APART,
     ) -> None:
         some = next(iter(slots.values()))
         num_experts, num_slots = next(iter(host.values())).shape[0], some.shape[0]
