@@ -1,8 +1,8 @@
 """One engine of one contestant: ``python -m bench.child``, started by `bench.runner`.
 
 It imports vLLM and then reads the path of its order, a file made by the runner, from standard
-input. Every figure is appended to the order's result file as soon as it is there, so that what was
-measured outlives a crash.
+input; when the engine is up it reads another line before it measures. Every figure is appended to
+the order's result file as soon as it is there, so that what was measured outlives a crash.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class Child:
         except _Loaded:
             return
         self._single("start_s", "s", time.perf_counter() - began)
+        sys.stdin.readline()  # its turn
         for cell in self.order["cells"]:
             if cell.get("routing") not in (None, "model"):
                 llm.collective_rpc("moe_offload_routing", args=(cell["routing"],))

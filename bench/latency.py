@@ -17,8 +17,7 @@ def run(bench: str, options: argparse.Namespace, cells: list[Cell]) -> None:
     with runner.session(bench, options) as session:
         session.measure_rates()
         session.prepare(len(options.contestants))
-        for name in options.contestants:
-            session.compete(name, cells, _engine(cells, options.eager))
+        session.compete(options.contestants, cells, _engine(cells, options.eager))
         for cell in cells:
             session.floor(cell, _floor(session, cell))
     for metric in dict.fromkeys(cell.metric for cell in cells):

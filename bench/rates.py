@@ -27,10 +27,13 @@ PIECE = 3 * 2048 * 768 * 2
 _NO_GPU = "no CUDA device"
 
 
-def measure(piece: int = PIECE, seconds: float = 0.6, repeats: int = 7) -> dict[str, Any]:
+def measure(
+    piece: int = PIECE, seconds: float = 0.6, repeats: int = 7, cpus: set[int] | None = None
+) -> dict[str, Any]:
     """Metric -> its repeats in GB/s, or a text that says why there are none.
 
     In a process of its own: NumPy's BLAS must run on the threads that are given it, and no other.
+    `cpus`: the processors it may use, all of this process's by default.
     """
     order = json.dumps([piece, seconds, max(repeats, MIN_REPEATS)])
     done = subprocess.run(
@@ -39,6 +42,7 @@ def measure(piece: int = PIECE, seconds: float = 0.6, repeats: int = 7) -> dict[
         text=True,
         cwd=ROOT,
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        preexec_fn=(lambda: os.sched_setaffinity(0, cpus)) if cpus else None,
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["failed"])[-1]

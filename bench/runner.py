@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from bench import models, rates
 from bench.child import ROUTING_VARIABLE
 from bench.common import ROOT, Row, Run, append
-from bench.contestants import OURS, Contestant, make
+from bench.contestants import OURS, make
 
 SIMULATED = ("uniform", "local")
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
@@ -44,6 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--deadline", type=float, default=570.0, help="seconds for the whole run")
     add("--timeout", type=float, default=300.0, help="seconds for one contestant")
     add("--seconds", type=float, default=6.0, help="about so long for one figure")
+    add("--gpus", type=int, default=1, help="engines that start at once, each on a GPU of its own")
     add("--logs", type=Path, help="folder for what the engines print")
     add("--commit", help="of the code, where it is not a clone")
 
@@ -89,9 +90,16 @@ class Cell:
 
 
 class Process:
-    """A `bench.child`, which imports vLLM and waits for its order. `log`: what it prints."""
+    """A `bench.child`, which imports vLLM and waits for its order.
 
-    def __init__(self, environment: dict[str, str], handle: int, log: Path) -> None:
+    Args:
+        environment: Its environment.
+        cpus: The processors it may use.
+        handle: What it prints goes there.
+        log: The file of it.
+    """
+
+    def __init__(self, environment: dict[str, str], cpus: set[int], handle: int, log: Path) -> None:
         self.log = log
         with os.fdopen(handle, "w") as output:
             self._process = subprocess.Popen(
@@ -102,21 +110,58 @@ class Process:
                 cwd=ROOT,
                 env=environment,
                 text=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cpus),
             )
 
-    def carry_out(self, order: Path, seconds: float) -> str | None:
-        """Give it the order and wait for its end; what went wrong, if anything."""
+    def tell(self, line: str) -> None:
+        """Write it a line; one that has ended hears nothing, and `wait` says why it has."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def wait(self, seconds: float) -> str | None:
+        """Wait for its end, which comes then at the latest; what went wrong, if anything."""
         try:
-            self._process.communicate(f"{order}\n", seconds)
+            self._process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
             self.end()
-            return f"stopped after {seconds:.0f} s"
+            return f"stopped after {max(seconds, 0):.0f} s"
         return None if self._process.returncode == 0 else reason(self.log.read_text())
 
     def end(self) -> None:
         """Kill it."""
         self._process.kill()
         self._process.wait()
+
+
+@dataclass
+class Attempt:
+    """One engine of one contestant. `note`: why it has no process, or what went wrong with it."""
+
+    name: str
+    cells: list[Cell]
+    slots: int | None = None
+    process: Process | None = None
+    result: Path | None = None
+    note: str | None = None
+
+    def figures(self) -> list[dict[str, Any]]:
+        """What the process has written down so far."""
+        if self.result is None or not self.result.is_file():
+            return []
+        lines = self.result.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its engine is up and waits for its turn."""
+        return any(figure["metric"] == "start_s" for figure in self.figures())
 
 
 class Session:
@@ -134,7 +179,7 @@ class Session:
         self.slots: int = options.slots or max(1, self.shape.experts // 5)
         self.rows: list[Row] = []
         self._numbered = 0
-        self._waiting: list[Process] = []
+        self._waiting: list[list[Process]] = [[] for _ in range(options.gpus)]
 
     def common(self) -> dict[str, Any]:
         """Keys that all rows of this session share."""
@@ -154,7 +199,7 @@ class Session:
 
     def measure_rates(self) -> None:
         """Rows of `bench.rates` for pieces of this model's expert."""
-        figures = rates.measure(self.shape.expert_bytes)
+        figures = rates.measure(self.shape.expert_bytes, cpus=self.cpus(0))
         self.add(rates.rows(self.run, figures, **self.common()))
 
     def value(self, contestant: str, metric: str, **keys: Any) -> float | None:
@@ -172,53 +217,41 @@ class Session:
         who = {"bench": cell.bench, "contestant": "floor", "metric": cell.metric, "unit": "ms"}
         self.add([self.run.row(**who, **keys, **got)])
 
-    def compete(self, name: str, cells: list[Cell], engine: dict[str, Any]) -> None:
-        """Measure every cell and keep the rows.
+    def compete(self, names: list[str], cells: list[Cell], engine: dict[str, Any]) -> None:
+        """Measure every cell of every contestant and keep the rows.
 
-        Simulated routings share an engine; the model's own needs one without the simulator.
+        With several GPUs so many engines start at once, and are measured one after another when
+        all have started. Simulated routings share an engine; the model's own needs one without
+        the simulator.
         """
         simulated = [cell for cell in cells if cell.routing in SIMULATED]
         for part in (simulated, [cell for cell in cells if cell.routing not in SIMULATED]):
-            if part:
-                self.add(self.figures(name, part, engine))
+            for at in range(0, len(names) if part else 0, self.options.gpus):
+                together = names[at : at + self.options.gpus]
+                attempts = [self._begin(name, part, engine, i) for i, name in enumerate(together)]
+                self._await_start(attempts)
+                for attempt in attempts:
+                    self.add(self._finish(attempt))
 
     def figures(self, name: str, cells: list[Cell], engine: dict[str, Any]) -> list[Row]:
         """The rows of one engine; a cell that was not reached is a row that says why."""
-        measured: list[dict[str, Any]] = []
-        note: str | None = None
-        slots: int | None = None
+        return self._finish(self._begin(name, cells, engine, 0))
+
+    def _begin(self, name: str, cells: list[Cell], engine: dict[str, Any], gpu: int) -> Attempt:
+        """Let an engine start."""
+        attempt = Attempt(name, cells)
+        if self._ends - time.monotonic() < _LEAST:
+            attempt.note = f"not started: {self.options.deadline:.0f} s for the run are over"
+            return attempt
         try:
             contestant = make(name, self.shape, self.slots)
-            slots = contestant.slots
-            measured, note = self._start(contestant, cells, engine)
         except ValueError as error:  # ConfigError included: settings that this release refuses
-            note = str(error)
-        keys = self.common() | {"slots": slots, "contestant": name}
-        made = [
-            self.run.row(**keys, **figures, **({"bench": "prefill"} if "tokens" in figures else {}))
-            for figures in measured
-        ]
-        for cell in cells:
-            wanted = cell.keys() | {"metric": cell.metric}
-            if not any(wanted.items() <= f.items() for f in measured):
-                unit = "s" if cell.metric == "load_s" else "ms"
-                missing = {
-                    "bench": cell.bench,
-                    "unit": unit,
-                    "note": note or "nothing was measured",
-                }
-                made.append(self.run.row(**keys, **wanted, **missing))
-        return made
-
-    def _start(
-        self, contestant: Contestant, cells: list[Cell], engine: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], str | None]:
-        """Figures of one engine, and what went wrong with it."""
-        seconds = min(self.options.timeout, self._ends - time.monotonic())
-        if seconds < _LEAST:
-            return [], f"not started: {self.options.deadline:.0f} s for the run are over"
+            attempt.note = str(error)
+            return attempt
+        attempt.slots = contestant.slots
         self._numbered += 1
         base = self.folder / f"{self._numbered:02}-{contestant.name}"
+        attempt.result = base.with_suffix(".jsonl")
         order = {
             "task": self.run.bench,
             "repeats": self.options.repeats if self.run.bench == "load" else 1,
@@ -228,28 +261,64 @@ class Session:
             "cells": [cell.keys() for cell in cells],
             "routing": cells[0].routing if cells[0].routing in SIMULATED else None,
             "seconds": self.options.seconds,
-            "result": str(base.with_suffix(".jsonl")),
+            "result": str(attempt.result),
         }
         base.with_suffix(".json").write_text(json.dumps(order))
-        process = self._waiting.pop(0) if self._waiting else self._process()
-        note = process.carry_out(base.with_suffix(".json"), seconds)
-        if self.options.logs:
-            self.options.logs.mkdir(parents=True, exist_ok=True)
-            shutil.copy(process.log, self.options.logs / f"{base.name}.log")
-        result = base.with_suffix(".jsonl")
-        lines = result.read_text().splitlines() if result.is_file() else []
-        return [json.loads(line) for line in lines], note
+        waiting = self._waiting[gpu]
+        attempt.process = waiting.pop(0) if waiting else self._process(gpu)
+        attempt.process.tell(str(base.with_suffix(".json")))
+        return attempt
+
+    def _await_start(self, attempts: list[Attempt]) -> None:
+        """Return when every engine is up, has ended, or has taken too long."""
+        until = min(time.monotonic() + self.options.timeout, self._ends)
+        for attempt in attempts:
+            while attempt.process and attempt.process.is_running and not attempt.has_started:
+                if time.monotonic() > until:
+                    attempt.process.end()
+                    attempt.note = f"not started after {self.options.timeout:.0f} s"
+                time.sleep(0.05)
+
+    def _finish(self, attempt: Attempt) -> list[Row]:
+        """Let an engine be measured, and wait for its end."""
+        process = attempt.process
+        if process is not None:
+            process.tell("go")
+            left = self._ends - time.monotonic()
+            note = process.wait(min(self.options.timeout, left))
+            attempt.note = attempt.note or note
+            if self.options.logs and attempt.result is not None:
+                self.options.logs.mkdir(parents=True, exist_ok=True)
+                shutil.copy(process.log, self.options.logs / f"{attempt.result.stem}.log")
+        measured = attempt.figures()
+        keys = self.common() | {"slots": attempt.slots, "contestant": attempt.name}
+        made = [
+            self.run.row(**keys, **figures, **({"bench": "prefill"} if "tokens" in figures else {}))
+            for figures in measured
+        ]
+        for cell in attempt.cells:
+            wanted = cell.keys() | {"metric": cell.metric}
+            if not any(wanted.items() <= f.items() for f in measured):
+                missing = {
+                    "bench": cell.bench,
+                    "unit": "s" if cell.metric == "load_s" else "ms",
+                    "note": attempt.note or "nothing was measured",
+                }
+                made.append(self.run.row(**keys, **wanted, **missing))
+        return made
 
     def prepare(self, count: int) -> None:
-        """Start so many processes now: importing vLLM takes most of a start, and they share it."""
-        self._waiting += [self._process() for _ in range(count)]
+        """Start processes for so many contestants: importing vLLM takes most of a start."""
+        for number in range(count):
+            gpu = number % self.options.gpus
+            self._waiting[gpu].append(self._process(gpu))
 
     def close(self) -> None:
         """End the processes that got no order."""
-        for process in self._waiting:
+        for process in (each for waiting in self._waiting for each in waiting):
             process.end()
 
-    def _process(self) -> Process:
+    def _process(self, gpu: int) -> Process:
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_USE_V2_MODEL_RUNNER": "1" if self.options.runner == "v2" else "0",
@@ -257,8 +326,18 @@ class Session:
             "HF_HUB_OFFLINE": "1",
         }
         environment.pop(ROUTING_VARIABLE, None)
+        if self.options.gpus > 1:
+            visible = environment.get("CUDA_VISIBLE_DEVICES")
+            names = visible.split(",") if visible else [str(i) for i in range(self.options.gpus)]
+            environment["CUDA_VISIBLE_DEVICES"] = names[gpu]
         handle, log = tempfile.mkstemp(suffix=".log", dir=self.folder)
-        return Process(environment, handle, Path(log))
+        return Process(environment, self.cpus(gpu), handle, Path(log))
+
+    def cpus(self, gpu: int) -> set[int]:
+        """The processors of one GPU's engine: an equal share of those there are, side by side."""
+        allowed = sorted(os.sched_getaffinity(0))
+        share = max(len(allowed) // self.options.gpus, 1)
+        return set(allowed[gpu * share : (gpu + 1) * share]) or set(allowed)
 
     def _engine(self) -> dict[str, Any]:
         return {

@@ -12,6 +12,7 @@ submit, the CPU engine's answer to a request in which it has no expert to comput
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,13 +33,15 @@ DTYPE = torch.bfloat16
 BATCHES = (1, 8, 32)
 WARPS = (2, 4, 8, 16)
 PROGRAMS = (4, 8, 16, 32)
-BLOCKS = (4096, 8192)
-FETCHED = (1, 2, 3, 4, 6, 8)
+FETCHED = (1, 2, 4, 8)
 REPEATS, REPLAYS = 7, 20
 
 
-def layer_us(work: Callable[[int], None]) -> list[float]:
-    """Microseconds a layer of `work(layer)`, captured once for each layer: one for each repeat."""
+def layer_us(work: Callable[[int], None], replays: int = REPLAYS) -> list[float]:
+    """Microseconds a layer of `work(layer)`, captured once for each layer: one for each repeat.
+
+    A repeat is the mean of so many replays.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -55,11 +58,11 @@ def layer_us(work: Callable[[int], None]) -> list[float]:
     for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        for _ in range(REPLAYS):
+        for _ in range(replays):
             graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / REPLAYS / LAYERS)
+        times.append(start.elapsed_time(end) * 1e3 / replays / LAYERS)
     return times
 
 
@@ -113,17 +116,17 @@ def fetch_rows(run: Run) -> list[Row]:
     )
     pairs = pairs.mT.int().contiguous().cuda()
     rows = []
-    for block in BLOCKS:
-        for programs in PROGRAMS:
-            fetch = ExpertFetch(host, slots, programs, block)
-            for fetched in FETCHED:
-                count = torch.tensor(fetched, dtype=torch.int32, device="cuda")
-                times = layer_us(
-                    lambda layer, fetch=fetch, count=count: fetch.launch(pairs[layer], count)
-                )
-                rates = [fetched * layout.nbytes / us / 1e3 for us in times]
-                who = f"{programs} programs of {block} words, {fetched} experts"
-                rows.append(row(run, who, "fetch_gb_per_s", "GB/s", rates))
+    for programs in PROGRAMS:
+        fetch = ExpertFetch(host, slots, programs)
+        for fetched in FETCHED:
+            count = torch.tensor(fetched, dtype=torch.int32, device="cuda")
+            times = layer_us(
+                lambda layer, fetch=fetch, count=count: fetch.launch(pairs[layer], count),
+                replays=2,
+            )
+            rates = [fetched * layout.nbytes / us / 1e3 for us in times]
+            who = f"{programs} programs, {fetched} experts"
+            rows.append(row(run, who, "fetch_gb_per_s", "GB/s", rates))
     return rows
 
 
@@ -179,20 +182,23 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device")
     run = Run.here("step", options.commit)
-    rows = []
     began = time.monotonic()
-    for batch in BATCHES:
-        rows += step_rows(run, batch) + doorbell_rows(run, batch)
-    rows += fetch_rows(run)
-    for made in rows:
-        batch = "" if made["batch"] is None else f"batch {made['batch']}"
-        print(
-            f"{made['metric']:17} {batch:9} {made['contestant']:40} {made['value']:8.2f} "
-            f"{made['unit']:5} ({made['min']:.2f} to {made['max']:.2f})"
-        )
+    parts = [
+        *(functools.partial(part, run, b) for b in BATCHES for part in (step_rows, doorbell_rows)),
+        functools.partial(fetch_rows, run),
+    ]
+    for part in parts:
+        rows = part()
+        for made in rows:
+            batch = "" if made["batch"] is None else f"batch {made['batch']}"
+            print(
+                f"{made['metric']:17} {batch:9} {made['contestant']:40} {made['value']:8.2f} "
+                f"{made['unit']:5} ({made['min']:.2f} to {made['max']:.2f})",
+                flush=True,
+            )
+        if options.json:
+            append(options.json, rows)
     print(f"{time.monotonic() - began:.0f} s")
-    if options.json:
-        append(options.json, rows)
 
 
 if __name__ == "__main__":

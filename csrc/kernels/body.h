@@ -95,8 +95,8 @@ struct Product {
   void operator()(int64_t first, int64_t step, int64_t rows, float* out) const {
     int64_t r = 0;
     if (tokens > kStreamTokens) {
-      for (; r + V::kRows <= rows; r += V::kRows) {
-        over_tokens<V::kRows>(first + r * step, step, out + r);
+      for (; r + W::kRows <= rows; r += W::kRows) {
+        over_tokens<W::kRows>(first + r * step, step, out + r);
       }
     }
     for (; r < rows; ++r) over_tokens<1>(first + r * step, step, out + r);
@@ -168,22 +168,15 @@ template <class W, class Element>
 inline void convert_rows(const Element* source, int64_t count, int64_t width, std::byte* x,
                          int64_t x_stride) {
   using Operand = typename W::Operand;
+  static_assert(moe::kOperandAlign % W::kStep == 0, "rows are whole steps");
   for (int64_t t = 0; t < count; ++t) {
     const Element* from = source + t * width;
     Operand* to = reinterpret_cast<Operand*>(x) + t * x_stride;
     int64_t k = 0;
-    if constexpr (W::kDeinterleaved) {
-      // Whole steps: what is left of one lies apart, among the zeros.
-      for (const int64_t end = width / W::kStep * W::kStep; k < end; k += 2 * V::kWidth) {
-        const V::Pair halves = V::deinterleave({V::load(from + k), V::load(from + k + V::kWidth)});
-        V::store(to + W::position(k), halves.a);
-        V::store(to + W::position(k + 1), halves.b);
-      }
-    } else {
-      for (; k + V::kWidth <= width; k += V::kWidth) V::store(to + k, V::load(from + k));
-    }
-    for (int64_t i = k; i < x_stride; ++i) V::store_scalar(to + i, 0.0f);
-    for (; k < width; ++k) V::store_scalar(to + W::position(k), V::to_float(from[k]));
+    for (; k + V::kWidth <= width; k += V::kWidth) V::store(to + k, V::load(from + k));
+    for (; k < width; ++k) V::store_scalar(to + k, V::to_float(from[k]));
+    for (; k < x_stride; ++k) V::store_scalar(to + k, 0.0f);
+    for (k = 0; k < x_stride; k += W::kStep) W::arrange(to + k);
   }
 }
 
@@ -255,6 +248,27 @@ inline void zero_padding(const moe::Work& work, typename W::Operand* inner) {
   }
 }
 
+// `count` activated values to columns [k, k + count) of an inner row; k is a multiple of kRowAlign.
+template <class W>
+inline void store_activated(const float* values, int64_t count, int64_t k,
+                            typename W::Operand* inner) {
+  using moe::kRowAlign;
+  for (int64_t r = 0; r < count; r += kRowAlign) {
+    typename W::Operand operands[kRowAlign];
+    for (int64_t i = 0; i < kRowAlign; i += V::kWidth) {
+      V::store(operands + i, V::load(values + r + i));
+    }
+    // Within so few columns positions are known here, but for where they begin.
+    typename W::Operand* to = inner + W::position(k + r);
+    if (count - r >= kRowAlign) {
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kRowAlign; ++i) to[W::position(i)] = operands[i];
+    } else {
+      for (int64_t i = 0; i < count - r; ++i) to[W::position(i)] = operands[i];
+    }
+  }
+}
+
 inline void clear_sums(const moe::Work& work, int64_t begin, int64_t end) {
   if (work.accumulate) return;
   for (int64_t t = 0; t < work.tokens; ++t) {
@@ -305,10 +319,7 @@ void up(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t e
       for (int64_t i = 0; i < tokens; ++i) {
         Operand* inner = reinterpret_cast<Operand*>(work.inner) + (pair + i) * work.inner_stride;
         if (row + rows == work.inner_end) zero_padding<W>(work, inner);
-        for (int64_t r = 0; r < rows; ++r) {
-          V::store_scalar(inner + W::position(row - work.inner_begin + r),
-                          block.gate[i * kRowBlock + r]);
-        }
+        store_activated<W>(block.gate + i * kRowBlock, rows, row - work.inner_begin, inner);
       }
     }
   }

@@ -100,9 +100,7 @@ const Kernels* avx512_kernels(Format format, Dtype dtype) {
 
 // Products of bf16 would round activations that are not.
 const Kernels* avx512_bf16_kernels(Format format, Dtype dtype) {
-  if (dtype != Dtype::kBf16) return avx512_kernels(format, dtype);
-  const Kernels* own = avx512_bf16::plain(format);
-  if (own == nullptr) own = avx512_bf16::nibbles(format, dtype);
+  const Kernels* own = dtype == Dtype::kBf16 ? MOE_FIND(avx512_bf16, format, dtype) : nullptr;
   return own != nullptr ? own : avx512_kernels(format, dtype);
 }
 

@@ -21,8 +21,7 @@ struct Isa {
 // The sets this host can run, the slowest first; "scalar" is always there.
 const std::vector<Isa>& available_isas();
 
-// The one called `name`, or the fastest when it is empty. AMX has to be named: it has been run in
-// emulation, and is not chosen by itself before it has been measured on hardware.
+// The one called `name`, or the fastest that the operating system grants when it is empty.
 // Throws std::invalid_argument naming those available when it is not among them or is refused.
 const Isa& select_isa(const std::string& name);
 

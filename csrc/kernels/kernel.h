@@ -19,7 +19,7 @@ inline constexpr int64_t kRowBlock = 32;
 inline constexpr int64_t kRowAlign = 16;
 // Operand rows are padded with zeros to a multiple of this many elements: kernels need no tail on
 // the activations' side.
-inline constexpr int64_t kOperandAlign = 64;
+inline constexpr int64_t kOperandAlign = 128;
 
 struct Bf16 {
   uint16_t bits;

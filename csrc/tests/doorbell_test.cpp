@@ -112,7 +112,8 @@ struct LaneLayer {
 
   const Shard shard;
   const std::shared_ptr<moe::Plan> plan;
-  std::vector<float> x, weights, out;
+  std::vector<moe::Bf16> x;
+  std::vector<float> weights, out;
   std::vector<int32_t> ids, map;
 };
 

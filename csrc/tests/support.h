@@ -4,12 +4,14 @@
 #include <sys/mman.h>
 
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 #include <new>
 #include <random>
+#include <type_traits>
 #include <vector>
 
 #include "engine/plan.h"
@@ -47,6 +49,11 @@ class Guarded {
   size_t mapped_;
 };
 
+// Truncated: the values only have to be sane.
+inline moe::Bf16 to_bf16(float value) {
+  return {static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16)};
+}
+
 // Weights of a layer in exactly the memory they need.
 class Shard {
  public:
@@ -57,7 +64,7 @@ class Shard {
     layer_.hidden = c.hidden;
     layer_.intermediate = c.intermediate;
     layer_.format = c.format;
-    layer_.dtype = moe::Dtype::kFp32;
+    layer_.dtype = moe::Dtype::kBf16;  // which every instruction set has its kernels for
     layer_.activation = moe::Activation::kSilu;
     layer_.gated = true;
     layer_.interleaved = false;
@@ -79,12 +86,19 @@ class Shard {
     }
     return memory;
   }
+  template <class Scale>
   const std::byte* scales(size_t count) {
     std::byte* memory =
-        memory_.emplace_back(std::make_unique<Guarded>(count * sizeof(float)))->data();
+        memory_.emplace_back(std::make_unique<Guarded>(count * sizeof(Scale)))->data();
     for (size_t i = 0; i < count; ++i) {
       const float value = 0.001f * static_cast<float>(1 + random_() % 4);
-      std::memcpy(memory + i * sizeof value, &value, sizeof value);
+      Scale scale;
+      if constexpr (std::is_same_v<Scale, moe::Bf16>) {
+        scale = to_bf16(value);
+      } else {
+        scale = value;
+      }
+      std::memcpy(memory + i * sizeof scale, &scale, sizeof scale);
     }
     return memory;
   }
@@ -102,8 +116,10 @@ class Shard {
     m.global_parts = 1;
     if (c.format == Format::kBf16) return m;
     const int64_t groups = (columns + c.group - 1) / c.group;
-    m.scale = scales(static_cast<size_t>(c.experts * rows * groups));
-    m.scale_row_bytes = groups * static_cast<int64_t>(sizeof(float));
+    const auto count = static_cast<size_t>(c.experts * rows * groups);
+    const bool int4 = c.format == Format::kInt4;
+    m.scale = int4 ? scales<moe::Bf16>(count) : scales<float>(count);
+    m.scale_row_bytes = groups * static_cast<int64_t>(int4 ? sizeof(moe::Bf16) : sizeof(float));
     m.scale_part_rows = m.part_rows;
     m.scale_expert_bytes = rows * m.scale_row_bytes;
     while ((int64_t{1} << m.scale_shift) < c.group) ++m.scale_shift;
@@ -116,7 +132,7 @@ class Shard {
 };
 
 struct Batch {
-  std::vector<float> x;
+  std::vector<moe::Bf16> x;
   std::vector<int32_t> ids;
   std::vector<float> weights;
   int64_t tokens, top_k;
@@ -125,7 +141,7 @@ struct Batch {
       : tokens(tokens), top_k(top_k) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
-    for (int64_t i = 0; i < tokens * layer.hidden; ++i) x.push_back(normal(random));
+    for (int64_t i = 0; i < tokens * layer.hidden; ++i) x.push_back(to_bf16(normal(random)));
     for (int64_t i = 0; i < tokens * top_k; ++i) {
       ids.push_back(static_cast<int32_t>(random() % static_cast<uint32_t>(layer.experts + 1)) - 1);
       weights.push_back(0.1f + static_cast<float>(random() % 100) / 100.0f);
@@ -136,8 +152,8 @@ struct Batch {
 
 inline std::vector<float> run(const moe::Plan& plan, const Batch& batch) {
   std::vector<float> out(static_cast<size_t>(batch.tokens * plan.layer().hidden), NAN);
-  const Guarded x(batch.x.size() * sizeof(float));
-  std::memcpy(x.data(), batch.x.data(), batch.x.size() * sizeof(float));
+  const Guarded x(batch.x.size() * sizeof(moe::Bf16));
+  std::memcpy(x.data(), batch.x.data(), batch.x.size() * sizeof(moe::Bf16));
   plan.run({.x = x.data(),
             .out = out.data(),
             .out_bf16 = false,

@@ -140,6 +140,61 @@ def test_closed_engine_says_so(generator: torch.Generator) -> None:
         small_plan(engine, generator)
 
 
+# Weights in pages that are unmapped when nothing holds them: a reader then dies of it.
+_CLOSE_DURING_RUNS = """
+import threading, time, torch
+from tests.engine.shards import make_spec, random_batch, random_shard
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Format
+from vllm_moe_offload.host.pages import map_pages
+
+generator = torch.Generator().manual_seed(0)
+spec = make_spec(512, 512, Format.FP32)
+shard = random_shard(spec, 4, generator)
+x, ids, weights = random_batch(spec, 32, 2, (0, 4), generator)
+with CpuExpertEngine() as engine:
+    expected = torch.empty(x.shape)
+    engine.plan(spec, shard, max_tokens=32, top_k=2).run(x, ids, weights, expected)
+
+def in_pages(tensor):
+    copy = torch.frombuffer(map_pages(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor)
+
+def run_until_closed(plan):
+    out = torch.empty(x.shape)
+    while True:
+        try:
+            plan.run(x, ids, weights, out)
+        except RuntimeError as error:
+            assert "closed" in str(error)
+            ends.append(True)
+            return
+        assert torch.equal(out, expected)
+
+for attempt in range(20):
+    ends = []
+    engine = CpuExpertEngine()
+    held = {name: in_pages(tensor) for name, tensor in shard.items()}
+    plan = engine.plan(spec, held, max_tokens=32, top_k=2)
+    del held
+    threads = [threading.Thread(target=run_until_closed, args=(plan,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.01)
+    engine.close()
+    for thread in threads:
+        thread.join()
+    assert len(ends) == len(threads)
+"""
+
+
+def test_closing_does_not_disturb_running_calls() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", _CLOSE_DURING_RUNS], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def _run_in_child(plan: ExpertPlan, connection: multiprocessing.connection.Connection) -> None:
     try:
         plan.run(

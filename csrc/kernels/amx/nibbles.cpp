@@ -13,17 +13,12 @@ namespace {
 template <class Pairs, class Floats>
 constexpr const Kernels& kNibbles = kTileKernels<Pairs, UnpackedTiles<Floats>>;
 
-template <class Scale>
-constexpr const Kernels& kInt4 = kNibbles<Int4Pairs<Scale>, Int4<Scale>>;
-
 }  // namespace
 
-const Kernels* nibbles(Format format, Dtype dtype) {
+const Kernels* nibbles(Format format, Dtype) {
   switch (format) {
     case Format::kInt4:
-      return dtype == Dtype::kFp32   ? &kInt4<float>
-             : dtype == Dtype::kFp16 ? &kInt4<Fp16>
-                                     : &kInt4<Bf16>;
+      return &kNibbles<Int4Pairs, Int4<Bf16>>;
     case Format::kMxfp4:
       return &kNibbles<Mxfp4Pairs, Mxfp4>;
     case Format::kNvfp4:

@@ -7,12 +7,10 @@
 
 namespace moe::avx512_bf16 {
 
-const Kernels* nibbles(Format format, Dtype dtype) {
+const Kernels* nibbles(Format format, Dtype) {
   switch (format) {
     case Format::kInt4:
-      return dtype == Dtype::kFp32   ? &kKernels<Int4Pairs<float>>
-             : dtype == Dtype::kFp16 ? &kKernels<Int4Pairs<Fp16>>
-                                     : &kKernels<Int4Pairs<Bf16>>;
+      return &kKernels<Int4Pairs>;
     case Format::kMxfp4:
       return &kKernels<Mxfp4Pairs>;
     case Format::kNvfp4:

@@ -11,8 +11,9 @@ struct Bf16Pairs {
   using Weights = __m512bh;
   static constexpr int64_t kStep = 32;
   static constexpr int64_t kStepBytes = 64;
+  static constexpr int kRows = 4;
   static constexpr int kChains = 8;
-  static constexpr bool kDeinterleaved = false;
+  static void arrange(moe::Bf16*) {}
   static int64_t position(int64_t k) { return k; }
 
   struct Row {

@@ -16,7 +16,8 @@ struct Bytes : PairMath {
     const float* scale;
     int64_t shift;
   };
-  static Row row(const moe::Matrix& m, int64_t expert, int64_t index, int64_t k) {
+  [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
+                                        int64_t k) {
     return {reinterpret_cast<const uint8_t*>(weight_row(m, expert, index)) + k,
             reinterpret_cast<const float*>(scale_row(m, expert, index)) + (k >> m.scale_shift),
             m.scale_shift};

@@ -1,7 +1,9 @@
 // How floats multiply, and where a row's scales are. Include after the instruction set's vec.h.
 //
-// The formats' decode functions are inlined whatever the compiler thinks of their size: called,
-// they return vectors through memory, and INT4 took half as long again.
+// The formats' functions are inlined whatever the compiler thinks of their size: called, they
+// return their results through memory. INT4 took half as long again for its vectors, and a short
+// row of MXFP4 for its `Row`, which is written in pieces and read as one: no store forwards to
+// that.
 #pragma once
 
 namespace {
@@ -17,14 +19,17 @@ inline const std::byte* scale_row(const moe::Matrix& m, int64_t expert, int64_t 
          (part * m.scale_part_rows + block) * m.scale_row_bytes;
 }
 
-// Weights loaded as one vector of floats, by float operands in their natural order. kChains: sums
-// in flight that hide the latency of multiply_add.
+// Weights loaded as one vector of floats, by float operands in their natural order. kRows: weight
+// rows that pass over four tokens together, as many as the registers hold. kChains: sums in flight
+// that hide the latency of multiply_add. arrange: puts kStep operands in the order of the weights,
+// where operand k of a row is at position(k).
 struct FloatMath {
+  static constexpr int kRows = V::kRows;
   static constexpr int kChains = 8;
   using Operand = float;
   using Weights = V::F;
   static constexpr int64_t kStep = V::kWidth;
-  static constexpr bool kDeinterleaved = false;
+  static void arrange(float*) {}
   static V::F load_operand(const float* x) { return V::load(x); }
   static V::F multiply_add(V::F weights, V::F x, V::F sum) { return V::fma(weights, x, sum); }
   static int64_t position(int64_t k) { return k; }
@@ -32,11 +37,13 @@ struct FloatMath {
 
 // Weights loaded as two vectors.
 struct PairMath {
+  static constexpr int kRows = V::kRows;
   static constexpr int kChains = 8;
   using Operand = float;
   using Weights = V::Pair;
   static constexpr int64_t kStep = 2 * V::kWidth;
   static constexpr bool kDeinterleaved = false;
+  static void arrange(float*) {}
   static V::Pair load_operand(const float* x) { return {V::load(x), V::load(x + V::kWidth)}; }
   static V::F multiply_add(V::Pair weights, V::Pair x, V::F sum) {
     return V::fma(weights.b, x.b, V::fma(weights.a, x.a, sum));
@@ -48,6 +55,11 @@ struct PairMath {
 // other. Operands are stored in that order, so that unpacking shuffles nothing.
 struct NibbleMath : PairMath {
   static constexpr bool kDeinterleaved = true;
+  static void arrange(float* x) {
+    const V::Pair halves = V::deinterleave({V::load(x), V::load(x + V::kWidth)});
+    V::store(x, halves.a);
+    V::store(x + V::kWidth, halves.b);
+  }
   static int64_t position(int64_t k) {
     const int64_t within = k % kStep;
     return k - within + within / 2 + within % 2 * V::kWidth;

@@ -26,8 +26,8 @@ struct Nibbles : NibbleMath {
   }
 
  protected:
-  static Row base_row(const moe::Matrix& m, int64_t expert, int64_t index, int64_t k,
-                      int64_t scale_bytes) {
+  [[gnu::always_inline]] static Row base_row(const moe::Matrix& m, int64_t expert, int64_t index,
+                                             int64_t k, int64_t scale_bytes) {
     return {reinterpret_cast<const uint8_t*>(weight_row(m, expert, index)) + k / 2,
             scale_row(m, expert, index) + (k >> m.scale_shift) * scale_bytes,
             nullptr,
@@ -45,7 +45,8 @@ struct Nibbles : NibbleMath {
 
 template <class Scale>
 struct Int4 : Nibbles {
-  static Row row(const moe::Matrix& m, int64_t expert, int64_t index, int64_t k) {
+  [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
+                                        int64_t k) {
     Row row = base_row(m, expert, index, k, sizeof(Scale));
     if (m.zero != nullptr) {
       const int64_t groups = m.scale_row_bytes / static_cast<int64_t>(sizeof(Scale));
@@ -76,7 +77,8 @@ struct Int4 : Nibbles {
 };
 
 struct Mxfp4 : Nibbles {
-  static Row row(const moe::Matrix& m, int64_t expert, int64_t index, int64_t k) {
+  [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
+                                        int64_t k) {
     return base_row(m, expert, index, k, 1);
   }
   [[gnu::always_inline]] static V::Pair load(const Row& row, int64_t k) {
@@ -97,7 +99,8 @@ struct Mxfp4 : Nibbles {
 };
 
 struct Nvfp4 : Nibbles {
-  static Row row(const moe::Matrix& m, int64_t expert, int64_t index, int64_t k) {
+  [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
+                                        int64_t k) {
     Row row = base_row(m, expert, index, k, 1);
     const int64_t part = m.global_parts == 2 && index >= m.part_rows ? 1 : 0;
     row.global = m.global[expert * m.global_parts + part];

@@ -135,6 +135,7 @@ class Doorbell:
         """
         native = self._open()
         spec = plan.spec
+        native_plan, weights = plan.open()
         if x.dim() != 2 or topk_ids.dim() != 2:
             raise ValueError(
                 f"x {tuple(x.shape)} and topk_ids {tuple(topk_ids.shape)} must be [T, H] and [T, K]"
@@ -145,11 +146,12 @@ class Doorbell:
         check_tensor("topk_weights", topk_weights, (tokens, top_k), torch.float32)
         check_tensor("expert_map", expert_map, (expert_map.numel(),), torch.int32)
         check_tensor("out", out, (tokens, spec.hidden), torch.float32)
+        native_plan, weights = plan.open()
         # Kept first: once it is added, the mailbox is in use.
-        self._tensors.extend((x, topk_ids, topk_weights, expert_map, out, *plan.tensors.values()))
+        self._tensors.extend((x, topk_ids, topk_weights, expert_map, out, *weights.values()))
         index = native.add(
             layer=layer,
-            plan=plan.open(),
+            plan=native_plan,
             x=x.data_ptr(),
             ids=topk_ids.data_ptr(),
             weights=topk_weights.data_ptr(),

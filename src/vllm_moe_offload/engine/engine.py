@@ -125,7 +125,8 @@ class CpuExpertEngine:
     def close(self) -> None:
         """Closes doorbells, ends the threads no other engine shares, frees scratch and plans.
 
-        May be called twice. A later use of the engine or its plans raises RuntimeError.
+        May be called twice. A later use of the engine or its plans raises RuntimeError; calls that
+        have begun in other threads end as ever, and keep what they use until then.
         """
         for doorbell in list(self._doorbells):
             doorbell.close()

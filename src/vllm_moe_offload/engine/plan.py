@@ -14,9 +14,9 @@ class ExpertPlan:
     """Computes routed experts of one shard; made by `CpuExpertEngine.plan`.
 
     Products accumulate in float32. The activated intermediate rows stay float32 too, except where
-    the inputs are bf16 and the instruction set multiplies bf16 (amx; avx512_bf16 with bf16 and
-    4-bit weights): there they are rounded to bf16. Sums run in a fixed order: the result does not
-    depend on the thread count.
+    the inputs are bf16 and the instruction set multiplies bf16 (amx; avx512_bf16, but for INT8):
+    there they are rounded to bf16. Sums run in a fixed order: the result does not depend on the
+    thread count.
     """
 
     def __init__(
@@ -36,16 +36,15 @@ class ExpertPlan:
         self._experts = _check_tensors(spec, tensors)
         self._top_k = top_k
         self._spec = spec
-        self._tensors = dict(tensors)
         self._dtype = spec.activation_dtype
         if self._dtype not in native.DTYPES:
             raise ValueError(
                 f"activations of {self._dtype} are not supported "
                 f"(supported: {', '.join(map(str, native.DTYPES))})"
             )
-        self._native: _engine.Plan | None = native.make_plan(
-            engine, spec, tensors, max_tokens=max_tokens, top_k=top_k
-        )
+        plan = native.make_plan(engine, spec, tensors, max_tokens=max_tokens, top_k=top_k)
+        # With the weights that it reads: who has taken the one has the other.
+        self._native: tuple[_engine.Plan, dict[str, torch.Tensor]] | None = (plan, dict(tensors))
 
     @property
     def spec(self) -> ExpertSpec:
@@ -61,11 +60,6 @@ class ExpertPlan:
     def top_k(self) -> int:
         """K: the most experts a token is routed to."""
         return self._top_k
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The shard's weights by name; empty once the engine is closed."""
-        return self._tensors
 
     def run(
         self,
@@ -100,7 +94,8 @@ class ExpertPlan:
                 `out` is then untouched.
             RuntimeError: The engine is closed, or was made before a fork.
         """
-        native_plan = self.open()
+        # Held until the call returns: another thread may close the plan meanwhile.
+        held = self.open()
         tokens = x.shape[0]
         top_k = topk_ids.shape[-1]
         check_tensor("x", x, (tokens, self._spec.hidden), self._dtype)
@@ -117,7 +112,7 @@ class ExpertPlan:
             if not accumulate:
                 out.zero_()
             return
-        native_plan.run(
+        held[0].run(
             x.data_ptr(),
             topk_ids.data_ptr(),
             topk_weights.data_ptr(),
@@ -145,8 +140,11 @@ class ExpertPlan:
             )
         return begin, end
 
-    def open(self) -> _engine.Plan:
-        """The compiled plan, for other parts of the engine; RuntimeError once closed."""
+    def open(self) -> tuple[_engine.Plan, Mapping[str, torch.Tensor]]:
+        """The compiled plan and the weights it reads, which whoever uses the one has to keep.
+
+        For other parts of the engine. Raises RuntimeError once closed.
+        """
         if self._native is None:
             raise RuntimeError(
                 "this plan's CPU expert engine is closed: make another and plan again"
@@ -154,9 +152,11 @@ class ExpertPlan:
         return self._native
 
     def close(self) -> None:
-        """Lets go of the engine and of the weights; a later `run` raises RuntimeError."""
+        """Lets go of the engine and of the weights; a later `run` raises RuntimeError.
+
+        A `run` of another thread that has begun ends as ever, and keeps both until then.
+        """
         self._native = None
-        self._tensors = {}
 
 
 def check_tensor(

@@ -18,7 +18,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _MADV_POPULATE_WRITE = 23
 # What one thread touches at a time: large enough that the calls cost nothing, small enough that
 # threads finish together and progress is seen.
-PIECE = 256 << 20
+PIECE = 32 << 20
 
 
 class Pages(mmap.mmap):
