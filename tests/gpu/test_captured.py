@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from vllm import LLM
 from vllm import envs as vllm_envs
+from vllm.compilation import monitor
 
 from tests.e2e.engines import (
     decoded,
@@ -178,7 +179,9 @@ def test_decoding_with_vllms_default_graphs(
 ) -> None:
     """torch.compile; full graphs for decode, piecewise ones for the rest, of all sizes allowed."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", RUNNERS[runner])
-    vllm_envs.disable_envs_cache()  # an engine before this one has filled it
+    # What the engines before this one leave behind in the process.
+    vllm_envs.disable_envs_cache()
+    monitor.set_cudagraph_capturing_enabled(True)
     settings = moe_offload_args(slots_per_layer=SLOTS)
     with engine(checkpoint, dtype="bfloat16", enforce_eager=False, **settings, **SIZES) as llm:
         drawn[runner] = draw_counted(llm, runner)

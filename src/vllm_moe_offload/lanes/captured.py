@@ -113,17 +113,14 @@ class CapturedLayer:
         step.launch(topk_ids, topk_weights, num_waves)
         if self._cpu is not None:
             self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         first = int(step.hits_apart)
         self._launch_fetch(first)
-        if step.hits_apart:
-            # Meanwhile: the hits read slots that no expert of this step is fetched into.
-            self._compute(0, x, topk_weights, topk_ids, out)
-        for wave in range(first, num_waves):
-            if wave > first:
-                self._launch_fetch(wave)
+        if num_waves == 1:
             self._side.join()
-            self._compute(wave, x, topk_weights, topk_ids, out)
+            # Not summed with another wave, and so not copied.
+            out = self._resident.output(x, topk_weights, topk_ids, step.expert_maps[0])
+        else:
+            out = self._in_waves(num_waves, first, x, topk_weights, topk_ids)
         if self._cpu is None:
             return out.to(x.dtype)
         summed = torch.empty_like(x)
@@ -131,22 +128,43 @@ class CapturedLayer:
         self._cpu.join(out, step.cpu_map, summed)
         return summed
 
+    def _in_waves(
+        self,
+        num_waves: int,
+        first: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """The sum of the waves, float32; that of `first` is being fetched."""
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        maps = self.step.expert_maps
+        if first:
+            # Meanwhile: the hits read slots that no expert of this step is fetched into.
+            self._resident.compute(x, topk_weights, topk_ids, maps[0], out, False)
+        for wave in range(first, num_waves):
+            if wave > first:
+                self._launch_fetch(wave)
+            self._side.join()
+            self._resident.compute(x, topk_weights, topk_ids, maps[wave], out, wave > 0)
+        return out
+
     def forward_all(
         self,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        counted: torch.Tensor,
+        padding: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `forward`, of any number of rows, where expert e is in slot e for every e.
 
         As without offload: the kernel gets no map, and rows of padding, which name experts here,
-        go where they say. `counted`: `topk_ids` with E for them; it is counted meanwhile.
+        go where they say. padding: bool [T], for those; the others are counted meanwhile.
         """
         with self._side.fork():
+            counted = with_padding(topk_ids, padding, self.step.num_experts)
             self.step.launch(counted, topk_weights, 1 + self.step.hits_apart)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        self._resident.compute(x, topk_weights, topk_ids, None, out, False)
+        out = self._resident.output(x, topk_weights, topk_ids, None)
         self._side.join()
         return out.to(x.dtype)
 
@@ -157,17 +175,6 @@ class CapturedLayer:
     def _launch_fetch(self, wave: int) -> None:
         with self._side.fork():
             self.fetch.launch(self.step.fetches[wave], self.step.fetch_counts[wave])
-
-    def _compute(
-        self,
-        wave: int,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        expert_map = self.step.expert_maps[wave]
-        self._resident.compute(x, topk_weights, topk_ids, expert_map, out, wave > 0)
 
 
 class AskingLayer:
@@ -206,6 +213,13 @@ class AskingLayer:
         counted = _counters(self.step, 0)
         counted.misses = 0
         return counted
+
+
+def with_padding(
+    topk_ids: torch.Tensor, padding: torch.Tensor | None, num_experts: int
+) -> torch.Tensor:
+    """Ids with the sentinel E in the rows that are padding."""
+    return topk_ids if padding is None else topk_ids.masked_fill(padding[:, None], num_experts)
 
 
 def _counters(step: DeviceStep, expert_bytes: int) -> Counters:

@@ -37,3 +37,15 @@ class EngineLane:
     ) -> None:
         """As `lanes.base.Lane.compute`."""
         self.plan.run(x, topk_ids, topk_weights, out, expert_map=expert_map, accumulate=accumulate)
+
+    def output(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `lanes.base.Lane.output`, in float32."""
+        out = torch.empty(x.shape, dtype=torch.float32)
+        self.compute(x, topk_weights, topk_ids, expert_map, out, False)
+        return out

@@ -12,7 +12,7 @@ import torch
 from vllm_moe_offload.device import Device, SlotCache
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.lanes.base import Lane
-from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer
+from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer, with_padding
 from vllm_moe_offload.lanes.counters import Counters
 from vllm_moe_offload.lanes.planned import PlannedLayer
 from vllm_moe_offload.routing import Residency
@@ -183,24 +183,22 @@ class OffloadedLayer:
         """
         x = x.contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
-        ids = routed = topk_ids.to(torch.int32).contiguous()
-        if padding is not None:
-            ids = ids.masked_fill(padding[:, None], self.num_experts)
+        routed = topk_ids.to(torch.int32).contiguous()
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self._is_in_graph = True
+        if self.captured is not None and self.num_slots == self.num_experts:
+            return self.captured.forward_all(x, weights, routed, padding)
+        ids = with_padding(routed, padding, self.num_experts)
         if self._residency is None:
             if self._asking is not None and len(x) <= MAX_CAPTURED:
                 return self._asking.forward(x, weights, ids)
             return self._on_cpu(x, weights, ids)
         if self._slots is None:
             raise RuntimeError("no slots: allocating them failed when this layer was resized")
-        captured = self._slots.captured
         if self.num_slots == self.num_experts:
-            if captured is not None:
-                return captured.forward_all(x, weights, routed, ids)
             return self._all_resident(self._slots, x, weights, routed, ids)
-        if captured is not None and len(x) <= MAX_CAPTURED:
-            return captured.forward(x, weights, ids)
+        if self.captured is not None and len(x) <= MAX_CAPTURED:
+            return self.captured.forward(x, weights, ids)
         return self._planned(self._slots, x, weights, ids)
 
     def _on_device(self) -> CapturedLayer | AskingLayer | None:
@@ -224,8 +222,7 @@ class OffloadedLayer:
         """As without offload: no map, and rows of padding go where the router sent them."""
         if not slots.is_filled:
             self._fill(slots)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        slots.resident.compute(x, weights, routed, None, out, False)
+        out = slots.resident.output(x, weights, routed, None)
         used, tokens = self._used(ids)
         self._counted += Counters(steps=1, tokens=tokens, hits=int(used.sum()), waves=1)
         return out.to(x.dtype)
