@@ -16,7 +16,7 @@ def test_off_unless_configured() -> None:
 def test_an_empty_section_turns_it_on_with_defaults() -> None:
     config = OffloadConfig.resolve({"moe_offload": {}}, {})
     assert config == OffloadConfig()
-    assert (config.mode, config.policy, config.slots_per_layer) == ("cache", "lfru", None)
+    assert (config.mode, config.policy, config.slots_per_layer) == ("auto", "lfru", None)
 
 
 def test_environment_alone_turns_it_on() -> None:
@@ -57,9 +57,15 @@ def test_the_helper_for_llm_builds_the_same() -> None:
     ("settings", "message"),
     [
         ({"slots": 4}, r"unknown: slots; what exists: mode, slots_per_layer, gpu_memory_gib"),
-        ({"mode": "hybrid"}, r"mode='hybrid' is not built yet; modes that are: cache, cpu"),
-        ({"mode": "auto"}, r"mode='auto' is not built yet"),
-        ({"mode": "gpu"}, r"mode='gpu'.*'cache' or 'cpu'"),
+        (
+            {"mode": "stream"},
+            r"mode='stream' is not built yet; modes that are: auto, cache, hybrid, cpu",
+        ),
+        ({"mode": "gpu"}, r"mode='gpu'.*'auto', 'cache', 'hybrid' or 'cpu'"),
+        ({"mode": "cache", "cache_topk": 2}, r"mode='cache' leaves no choice.*cache_topk"),
+        ({"mode": "cpu", "update_expert_num": 2}, r"mode='cpu' leaves no choice.*update_expert"),
+        ({"cache_topk": 0}, r"cache_topk=0: give at least 1"),
+        ({"mode": "hybrid", "update_expert_num": 0}, r"update_expert_num=0: give at least 1"),
         ({"policy": "clock"}, r"policy='clock'.*'lfru', 'lru', 'lfu' or 'static'"),
         ({"slots_per_layer": 0}, r"slots_per_layer=0: give at least 1"),
         ({"slots_per_layer": 2.5}, r"slots_per_layer=2.5"),

@@ -3,6 +3,7 @@
 from vllm_moe_offload.config import OffloadConfig, moe_offload_args
 from vllm_moe_offload.errors import (
     ConfigError,
+    CpuLaneError,
     InactiveError,
     MemoryShortError,
     OffloadError,
@@ -11,6 +12,7 @@ from vllm_moe_offload.errors import (
 
 __all__ = [
     "ConfigError",
+    "CpuLaneError",
     "InactiveError",
     "MemoryShortError",
     "OffloadConfig",

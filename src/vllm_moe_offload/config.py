@@ -23,8 +23,10 @@ ENGINE_VARIABLES = frozenset({"VLLM_MOE_OFFLOAD_ISA"})
 # The names under which vLLM finds the plugin.
 PLUGIN_NAMES = frozenset({"moe_offload", "cpu_offload_moe"})
 
-Mode = Literal["cache", "cpu"]
-PLANNED_MODES = ("hybrid", "auto", "stream")
+Mode = Literal["auto", "cache", "hybrid", "cpu"]
+PLANNED_MODES = ("stream",)
+# Those in which the misses of a step are split between fetching and the CPU.
+SPLIT_MODES = ("auto", "hybrid")
 PolicyName = Literal["lfru", "lru", "lfu", "static"]
 Auto = Literal["auto"]
 
@@ -35,9 +37,11 @@ class OffloadConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Mode = Field(
-        default="cache",
+        default="auto",
         description="cache: every missing expert is fetched into a slot of the device; "
-        "cpu: nothing is fetched, the CPU computes every expert from host memory.",
+        "hybrid: some are fetched and the CPU computes the others meanwhile, by the rates of both "
+        "as measured at start-up; cpu: nothing is fetched, the CPU computes every expert from host "
+        "memory; auto: hybrid on a GPU, cache in vLLM's CPU build.",
     )
     slots_per_layer: int | Auto | None = Field(
         default=None,
@@ -52,6 +56,16 @@ class OffloadConfig(BaseModel):
         default="lfru",
         description="Which expert leaves a slot first: lfru (decayed frequency over age), "
         "lru, lfu, static (the first experts used stay).",
+    )
+    cache_topk: int | Auto = Field(
+        default="auto",
+        description="In the modes auto and hybrid: a missing expert is fetched only if it is among "
+        "so many heaviest experts of some token; auto: any is, as the measured rates say.",
+    )
+    update_expert_num: int | Auto = Field(
+        default="auto",
+        description="In the modes auto and hybrid: at most so many experts are fetched a layer a "
+        "step; auto: as many as the measured rates say.",
     )
     cpu_threads: int | Auto = Field(
         default="auto",
@@ -83,7 +97,7 @@ class OffloadConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> OffloadConfig:
-        for name in ("slots_per_layer", "cpu_threads"):
+        for name in ("slots_per_layer", "cache_topk", "update_expert_num", "cpu_threads"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1, or 'auto'")
@@ -93,6 +107,13 @@ class OffloadConfig(BaseModel):
             raise ValueError(
                 "slots_per_layer and gpu_memory_gib both size the slots: give one of them"
             )
+        if self.mode not in SPLIT_MODES:
+            for name in ("cache_topk", "update_expert_num"):
+                if getattr(self, name) != "auto":
+                    raise ValueError(
+                        f"mode={self.mode!r} leaves no choice between fetching and the CPU, so "
+                        f"{name} would decide nothing: leave it out, or use mode='hybrid'"
+                    )
         if self.mode == "cpu":
             sized = [n for n in ("slots_per_layer", "gpu_memory_gib") if getattr(self, n)]
             if sized:

@@ -23,11 +23,23 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/plugins/__init__.py": {"": {"load_general_plugins": []}},
     "vllm/engine/arg_utils.py": {"EngineArgs": {"create_engine_config": ["self"]}},
     "vllm/v1/worker/worker_base.py": {
-        "WorkerWrapperBase": {"__getattr__": ["self", "attr"], "vllm_config": None, "worker": None}
+        "WorkerWrapperBase": {
+            "__getattr__": ["self", "attr"],
+            "vllm_config": None,
+            "worker": None,
+            "execute_model": ["self", "scheduler_output"],
+            "shutdown": ["self"],
+        }
     },
     "vllm/v1/worker/gpu_worker.py": {
-        "Worker": {"load_model": ["self", "load_dummy_weights"], "init_snapshot": None}
+        "Worker": {
+            "load_model": ["self", "load_dummy_weights"],
+            "init_snapshot": None,
+            "compile_or_warm_up_model": ["self"],
+            "sample_tokens": ["self", "grammar_output"],
+        }
     },
+    "vllm/v1/outputs.py": {"AsyncModelRunnerOutput": {"get_output": ["self"]}},
     "vllm/model_executor/custom_op.py": {
         "": {"op_registry_oot": None},
         "PluggableLayer": {"__new__": ["cls"]},
@@ -194,7 +206,11 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},
 }
 # Names that must not be there: the plugin adds them and would hide vLLM's own.
-ABSENT = {"vllm/v1/worker/worker_base.py": {"WorkerWrapperBase": ["load_model"]}}
+ABSENT = {
+    "vllm/v1/worker/worker_base.py": {
+        "WorkerWrapperBase": ["load_model", "compile_or_warm_up_model", "sample_tokens"]
+    }
+}
 
 
 def record(site_packages: Path) -> Surface:

@@ -1,4 +1,4 @@
-"""Faults in a step that the device decides."""
+"""Faults in a step that the device decides; the first may be captured."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def drop_an_expert(patch: pytest.MonkeyPatch) -> None:
 
     def faulty(self: DeviceStep, *arguments: object) -> None:
         launch(self, *arguments)
-        self.expert_maps[:, 3] = -1
-        self.cpu_map[3] = -1
+        self.expert_maps[:, 3].fill_(-1)
+        self.cpu_map[3].fill_(-1)
 
     patch.setattr(DeviceStep, "launch", faulty)
 

@@ -79,7 +79,7 @@ def soak(kind: str, seconds: float, options: argparse.Namespace) -> None:
             enforce_eager=True,
             gpu_memory_utilization=0.25,
             kv_cache_memory_bytes=1 << 30,
-            **moe_offload_args(slots_per_layer=32),
+            **moe_offload_args(mode="cache", slots_per_layer=32),
         ) as llm:
             watches = [Watch(c, FLOOR[kind], every) for c in checked_layers(llm)]
             done, tokens, ends = 0, 0, time.monotonic() + seconds

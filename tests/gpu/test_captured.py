@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from vllm import LLM
 from vllm import envs as vllm_envs
+from vllm.compilation import monitor
 
 from tests.e2e.engines import (
     decoded,
@@ -30,6 +31,7 @@ from tests.e2e.engines import (
     resize,
     stats,
 )
+from tests.engine.faults import end_service_thread
 from tests.gpu import checkpoints
 from tests.gpu.decode_faults import FAULTS
 from tests.gpu.oracle import checked_layers
@@ -56,7 +58,18 @@ CAPTURED: dict[str, Any] = {
     },
 }
 WAYS: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "captured": CAPTURED}
-MODES: dict[str, dict[str, Any]] = {"cache": {"slots_per_layer": SLOTS}}
+MODES: dict[str, dict[str, Any]] = {
+    "cache": {"slots_per_layer": SLOTS},
+    "cpu": {},
+    "hybrid": {"slots_per_layer": SLOTS, "cache_topk": 6, "update_expert_num": 4},
+    "auto": {"slots_per_layer": SLOTS},
+}
+# Those that can do harm in a mode, one way only: starting is what takes time here.
+ALL_FAULTS = {
+    "cache": tuple(FAULTS),
+    "cpu": ("one expert dropped",),
+    "hybrid": ("two experts swapped",),
+}
 RUNNERS = {"V1 runner": "0", "V2 runner": "1"}
 
 
@@ -115,6 +128,13 @@ def draw_counted(llm: LLM, name: str) -> Drawn:
     print(f"\n{name}: {seconds:.1f} s, {counted}")
     assert done["tokens"] == sum(len(p) + NEW - 1 for batch in prompts() for p in batch)
     assert len(BATCHES) * NEW <= done["steps"] <= len(BATCHES) * (NEW + 3)
+    if done["mode"] == "cache":
+        assert done["cpu_experts"] == 0
+    if done["mode"] == "cpu":
+        assert done["hits"] == done["misses"] == 0 < done["cpu_experts"]
+        return drawn
+    if done["mode"] == "hybrid":
+        assert 0 < done["cpu_experts"] < done["misses"]
     for layer in done["layers"].values():
         fetched = layer["misses"] - layer["cpu_experts"]
         assert layer["bytes_fetched"] == fetched * layer["expert_bytes"]
@@ -130,13 +150,15 @@ def test_decoding(mode: str, way: str, checkpoint: Path, drawn: dict[str, Drawn]
         in_graph = {checked.layer._is_in_graph for checked in checked_layers(llm)}
         assert in_graph == {way == "captured"}
         if way == "captured":
-            with pytest.raises(Exception, match="CUDA graphs have been captured"):
-                resize(llm, 8)
+            if mode != "cpu":
+                with pytest.raises(Exception, match="CUDA graphs have been captured"):
+                    resize(llm, 8)
             return
-        for fault, plant in FAULTS.items():
+        for fault in ALL_FAULTS.get(mode, ()):
             with pytest.MonkeyPatch.context() as patch:
-                plant(patch)
-                resize(llm, SLOTS)
+                FAULTS[fault](patch)
+                if mode != "cpu":
+                    resize(llm, SLOTS)
                 drawn[f"{mode}: {fault}"] = draw(llm)
 
 
@@ -146,7 +168,7 @@ def test_decoding_with_a_fault_in_the_graphs(
     # The check before the first request would notice it already.
     monkeypatch.setattr("vllm_moe_offload.integration.runtime.check_layer", lambda *_: None)
     FAULTS["one expert dropped"](monkeypatch)
-    settings = moe_offload_args(slots_per_layer=SLOTS)
+    settings = moe_offload_args(mode="cache", slots_per_layer=SLOTS)
     with engine(checkpoint, dtype="bfloat16", **settings, **CAPTURED, **SIZES) as llm:
         drawn["captured: one expert dropped"] = draw(llm)
 
@@ -157,7 +179,9 @@ def test_decoding_with_vllms_default_graphs(
 ) -> None:
     """torch.compile; full graphs for decode, piecewise ones for the rest, of all sizes allowed."""
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", RUNNERS[runner])
-    vllm_envs.disable_envs_cache()  # an engine before this one has filled it
+    # What the engines before this one leave behind in the process.
+    vllm_envs.disable_envs_cache()
+    monitor.set_cudagraph_capturing_enabled(True)
     settings = moe_offload_args(slots_per_layer=SLOTS)
     with engine(checkpoint, dtype="bfloat16", enforce_eager=False, **settings, **SIZES) as llm:
         drawn[runner] = draw_counted(llm, runner)
@@ -165,6 +189,17 @@ def test_decoding_with_vllms_default_graphs(
         assert config.use_v2_model_runner is (RUNNERS[runner] == "1")
         assert config.compilation_config.max_cudagraph_capture_size == 64
     vllm_envs.disable_envs_cache()
+
+
+def test_a_lane_that_dies_ends_the_step_and_not_the_process(checkpoint: Path) -> None:
+    settings = moe_offload_args(mode="cpu")
+    with engine(checkpoint, dtype="bfloat16", **settings, **CAPTURED, **SIZES) as llm:
+        decoded(llm, prompts()[1], 4)
+        end_service_thread()
+        began = time.perf_counter()
+        with pytest.raises(Exception, match=r"model\.layers\.\d+"):
+            decoded(llm, prompts()[1], 4)
+        assert time.perf_counter() - began < 5
 
 
 def is_accepted(name: str, drawn: dict[str, Drawn], reference: LLM) -> bool:
@@ -195,7 +230,10 @@ def test_no_further_from_float32_than_stock(
 
 @pytest.mark.parametrize(
     "name",
-    [*(f"{mode}: {fault}" for mode in MODES for fault in FAULTS), "captured: one expert dropped"],
+    [
+        *(f"{mode}: {fault}" for mode, faults in ALL_FAULTS.items() for fault in faults),
+        "captured: one expert dropped",
+    ],
 )
 def test_a_fault_is_noticed(name: str, drawn: dict[str, Drawn], reference: LLM) -> None:
     assert not is_accepted(name, drawn, reference)

@@ -57,7 +57,7 @@ def test_too_many_slots_are_refused_with_all_numbers(checkpoint: Path) -> None:
             checkpoint,
             dtype="bfloat16",
             gpu_memory_utilization=share(3.0),
-            **moe_offload_args(slots_per_layer=120),
+            **moe_offload_args(mode="cache", slots_per_layer=120),
         ),
     ):
         pass

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_moe_offload import UnsupportedError
+from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.integration import refusals
 from vllm_moe_offload.integration.compat import check_version
 
@@ -87,6 +88,28 @@ def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cpu", "cuda"):
         monkeypatch.setattr(refusals, "current_platform", platform(name))
         refusals.refuse_features(config())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"mode": "hybrid"}, "mode='hybrid'"),
+        ({"cache_topk": 2}, "cache_topk"),
+        ({"mode": "hybrid", "update_expert_num": 1}, "mode='hybrid', update_expert_num"),
+    ],
+)
+def test_what_needs_a_bus_is_refused_without_one(
+    settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"{named}: vLLM's CPU build has no bus"):
+        refusals.refuse_settings(OffloadConfig.parse(settings))
+    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
+    refusals.refuse_settings(OffloadConfig.parse(settings))
+
+
+@pytest.mark.parametrize("mode", ["auto", "cache", "cpu"])
+def test_the_other_modes_go_without_a_bus(mode: str) -> None:
+    refusals.refuse_settings(OffloadConfig.parse({"mode": mode}))
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.0", "0.32.0", "0.33.1", "0.32.0+cpu"])

@@ -21,7 +21,7 @@ from vllm_moe_offload.routing import (
     StepPlan,
     make_policy,
     plan_lanes,
-    waves_for_all,
+    waves_needed,
 )
 
 SEED = st.integers(0, 2**32 - 1)
@@ -116,13 +116,12 @@ def test_without_limits_it_is_the_eager_step(data: st.DataObject, seed: int) -> 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), seed=SEED)
-def test_so_many_waves_hold_whatever_a_step_names(data: st.DataObject, seed: int) -> None:
+def test_the_waves_needed_hold_all_that_may_be_fetched(data: st.DataObject, seed: int) -> None:
     layer = data.draw(layers())
     table = SlotTable(layer.num_experts, layer.num_slots)
     policy = make_policy(layer.policy, layer.num_experts)
-    limits = np.arange(layer.num_experts + 1)
-    for ids, weights, _ in steps(layer, np.random.default_rng(seed), 8):
-        waves = waves_for_all(ids.size, layer.num_experts, layer.num_slots, layer.policy)
+    for ids, weights, limits in steps(layer, np.random.default_rng(seed), 8):
+        waves = waves_needed(limits, ids.size, layer.num_slots, layer.policy)
         plan = plan_lanes(
             table,
             policy,
@@ -133,14 +132,27 @@ def test_so_many_waves_hold_whatever_a_step_names(data: st.DataObject, seed: int
             num_waves=waves + layer.hits_apart,
             hits_apart=layer.hits_apart,
         )
-        assert plan.cpu == ()
+        assert plan.fetched == min(limits[plan.misses], plan.misses)
 
 
 @pytest.mark.parametrize(
-    ("policy", "ids", "waves"), [("lru", 8, 1), ("lru", 9, 2), ("lru", 99, 3), ("static", 8, 4)]
+    ("policy", "limit", "ids", "waves"),
+    [
+        ("lru", 24, 8, 1),
+        ("lru", 24, 9, 2),
+        ("lru", 24, 99, 3),
+        ("static", 24, 8, 4),
+        ("lru", 0, 99, 1),
+        ("lru", 4, 99, 2),
+        ("lru", 4, 8, 1),
+        ("lru", 9, 99, 3),
+    ],
 )
-def test_the_waves_for_all_are_as_few_as_can_be(policy: str, ids: int, waves: int) -> None:
-    assert waves_for_all(ids, 24, 8, policy) == waves
+def test_the_waves_needed_are_as_few_as_can_be(
+    policy: str, limit: int, ids: int, waves: int
+) -> None:
+    """In 8 slots, of 24 experts: at worst 8 are hits, and what is fetched comes after them."""
+    assert waves_needed(np.minimum(np.arange(25), limit), ids, 8, policy) == waves
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Work beside the current stream."""
+"""Work beside the current stream, and how long work on it takes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,3 +38,42 @@ class SideStream:
         """Let the current stream wait for what was launched in the last `fork`."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._done)
+
+
+class Stopwatch:
+    """Times what is launched on the current stream between `start` and `stop`.
+
+    On a device without streams, what the host does between them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._began = self._ended = 0.0
+        if self._is_cuda:
+            self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._stop = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def start(self) -> None:
+        """From here, when what was launched before has run."""
+        if self._is_cuda:
+            self._start.record()
+        else:
+            self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """To here."""
+        if self._is_cuda:
+            self._stop.record()
+        else:
+            self._ended = time.perf_counter()
+
+    def is_done(self) -> bool:
+        """Whether all between has run; does not wait."""
+        return not self._is_cuda or bool(self._stop.query())  # type: ignore[no-untyped-call]
+
+    def seconds(self) -> float:
+        """How long it took; waits."""
+        if not self._is_cuda:
+            return self._ended - self._began
+        self._stop.synchronize()
+        return float(self._start.elapsed_time(self._stop)) / 1e3

@@ -213,15 +213,28 @@ class FormatLane:
         accumulate: bool,
     ) -> None:
         """As `lanes.base.Lane.compute`. The kernel rounds its output; `out` sums in float32."""
-        layer = self._layer
-        layer._expert_map = expert_map
-        layer.global_num_experts = layer.moe_config.num_experts + (expert_map is not None)
-        with override_config(self._configuration(x, topk_ids)):
-            part = layer.quant_method.apply(layer, x, topk_weights, topk_ids, None, None)
+        part = self.output(x, topk_weights, topk_ids, expert_map)
         if accumulate:
             out.add_(part)
         else:
             out.copy_(part)
+
+    def output(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `lanes.base.Lane.output`: what the kernel returns, in x's dtype."""
+        layer = self._layer
+        layer._expert_map = expert_map
+        layer.global_num_experts = layer.moe_config.num_experts + (expert_map is not None)
+        with override_config(self._configuration(x, topk_ids)):
+            part: torch.Tensor = layer.quant_method.apply(
+                layer, x, topk_weights, topk_ids, None, None
+            )
+        return part
 
     def _configuration(self, x: torch.Tensor, topk_ids: torch.Tensor) -> dict[str, int] | None:
         """Tile sizes of vLLM's Triton kernel for the layer's experts; None for another kernel.

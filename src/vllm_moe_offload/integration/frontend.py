@@ -19,7 +19,7 @@ from vllm_moe_offload.config import (
 )
 from vllm_moe_offload.errors import ConfigError
 from vllm_moe_offload.integration.compat import check_version
-from vllm_moe_offload.integration.refusals import refuse_features
+from vllm_moe_offload.integration.refusals import refuse_features, refuse_settings
 
 
 def install() -> None:
@@ -64,6 +64,7 @@ def configure(vllm_config: VllmConfig) -> OffloadConfig | None:
     if config is None:
         return None
     check_version()
+    refuse_settings(config)
     refuse_features(vllm_config)
     if not isinstance(vllm_config.additional_config, dict):
         raise ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
+from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.errors import UnsupportedError
 
 
@@ -86,4 +87,18 @@ def refuse_features(vllm_config: VllmConfig) -> None:
         raise UnsupportedError(
             "moe_offload does not work with "
             + "; nor with ".join(f"{refusal.feature} ({refusal.instead})" for refusal in found)
+        )
+
+
+def refuse_settings(config: OffloadConfig) -> None:
+    """Raise UnsupportedError for settings that need a GPU where there is none."""
+    if not current_platform.is_cpu():
+        return
+    split = [n for n in ("cache_topk", "update_expert_num") if getattr(config, n) != "auto"]
+    if config.mode == "hybrid":
+        split.insert(0, "mode='hybrid'")
+    if split:
+        raise UnsupportedError(
+            f"moe_offload: {', '.join(split)}: vLLM's CPU build has no bus to share the missing "
+            "experts with: leave it out, or use mode='cache' or mode='cpu' there"
         )

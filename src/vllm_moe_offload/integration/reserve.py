@@ -6,19 +6,34 @@ Slots that are sized automatically have to be chosen before.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 
+from vllm_moe_offload.lanes import MAX_CAPTURED
+
 # Beside what is counted below: CUDA graphs, attention's and NCCL's workspaces, fragmentation.
 _REST = 1 << 30
 
 
-def reserved_bytes(vllm_config: VllmConfig, moe_configs: Iterable[Any]) -> int:
-    """Bytes for the KV cache and the largest step. `moe_configs`: FusedMoEConfigs of the layers."""
-    return _kv_cache(vllm_config) + _step(vllm_config, moe_configs) + _REST
+def reserved_bytes(vllm_config: VllmConfig, moe_configs: Sequence[Any]) -> int:
+    """Bytes for the KV cache, the largest step and the layers' tables.
+
+    `moe_configs`: FusedMoEConfigs of the layers.
+    """
+    tables = sum(_tables(moe) for moe in moe_configs)
+    return _kv_cache(vllm_config) + _step(vllm_config, moe_configs) + tables + _REST
+
+
+def _tables(moe: Any) -> int:
+    """What a layer's decisions take: a map and a list of pairs each wave, in int32.
+
+    As for one slot: how many waves there are follows from the slots, which are not chosen yet.
+    """
+    waves = min(moe.num_experts, MAX_CAPTURED * moe.experts_per_token)
+    return int(waves * 3 * moe.num_experts * 4)
 
 
 def _kv_cache(vllm_config: VllmConfig) -> int:

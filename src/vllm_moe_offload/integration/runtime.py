@@ -21,8 +21,20 @@ from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer
-from vllm_moe_offload.lanes import CapturedLayer, Counters, EngineLane, Lane, OffloadedLayer
-from vllm_moe_offload.planning import LayerShape, SlotPlan, plan_slots
+from vllm_moe_offload.integration.share import CpuShare
+from vllm_moe_offload.lanes import (
+    AskingLayer,
+    CapturedLayer,
+    Counters,
+    EngineLane,
+    Lane,
+    OffloadedLayer,
+)
+from vllm_moe_offload.planning import (
+    LayerShape,
+    SlotPlan,
+    plan_slots,
+)
 
 if TYPE_CHECKING:
     from vllm_moe_offload.integration.layers import OffloadedRoutedExperts
@@ -47,8 +59,10 @@ class OffloadRuntime:
         self.is_dummy = vllm_config.load_config.load_format == "dummy"
         self._modules: dict[str, OffloadedRoutedExperts] = {}
         self._views: dict[str, EngineView] = {}
-        self._cpu_lanes: dict[str, Lane] = {}
+        self._cpu_lanes: dict[str, EngineLane] = {}
         self._side_stream: SideStream | None = None
+        # On a GPU, from its first layer on.
+        self._share: CpuShare | None = None
         # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
         self._slots: dict[str, int | None] = {}
 
@@ -99,7 +113,9 @@ class OffloadRuntime:
         def resident(slots: Any) -> Lane:
             return self._engine_lane(module, view, slots)
 
-        return self._layer(module, host, view, ExpertLayout.of(host).empty, resident, num_slots)
+        cpu = self._engine_lane(module, view, host)
+        allocate = ExpertLayout.of(host).empty
+        return self._layer(module, host, view, allocate, resident, num_slots, cpu)
 
     def _on_gpu(self, module: OffloadedRoutedExperts, num_slots: int) -> OffloadedLayer:
         device = torch.device(current_platform.device_type, torch.cuda.current_device())
@@ -113,13 +129,36 @@ class OffloadRuntime:
         def resident(slots: Any) -> Lane:
             return FormatLane(module)
 
-        def capture(slots: Any, lane: Lane) -> CapturedLayer:
-            return CapturedLayer.fetching_all(
-                host, slots, lane, self._side(device), policy=self.config.policy, top_k=module.top_k
-            )
-
         view = engine_view(module)
-        return self._layer(module, host, view, allocate, resident, num_slots, capture)
+        cpu = self._engine_lane(module, view, host)
+        share = self._shared(device)
+        request = share.request(module.layer_name, cpu)
+
+        def capture(slots: Any, lane: Lane) -> CapturedLayer:
+            captured = CapturedLayer(
+                host,
+                slots,
+                lane,
+                self._side(device),
+                request,
+                policy=self.config.policy,
+                top_k=module.top_k,
+                cache_topk=share.cache_topk(module.layer_name, module.top_k),
+            )
+            if request is not None:
+                captured.split(share.limits(captured.step.num_experts))
+            return captured
+
+        asking = None
+        if request is not None and not num_slots:
+            asking = AskingLayer(module.moe_config.num_experts, module.top_k, request, device)
+        return self._layer(module, host, view, allocate, resident, num_slots, cpu, capture, asking)
+
+    def _shared(self, device: torch.device) -> CpuShare:
+        """The CPU's share in the steps of all layers."""
+        if self._share is None:
+            self._share = CpuShare(self.config, self.engine, device)
+        return self._share
 
     def _side(self, device: torch.device) -> SideStream:
         """The stream beside the computing one, of all layers."""
@@ -135,9 +174,10 @@ class OffloadRuntime:
         allocate: Callable[[int], Any],
         resident: Callable[[Any], Lane],
         num_slots: int,
+        cpu: EngineLane,
         capture: Callable[[Any, Lane], CapturedLayer] | None = None,
+        asking: AskingLayer | None = None,
     ) -> OffloadedLayer:
-        cpu = self._engine_lane(module, view, host)
         self._views[module.layer_name] = view
         self._cpu_lanes[module.layer_name] = cpu
         return OffloadedLayer(
@@ -149,6 +189,7 @@ class OffloadRuntime:
             num_slots=num_slots,
             policy=self.config.policy,
             capture=capture,
+            asking=asking,
         )
 
     def _engine_lane(
@@ -187,7 +228,7 @@ class OffloadRuntime:
             seen: set[tuple[Any, ...]] = set()
             for name, layer in layers.items():
                 kind = (self._views[name].spec, layer.layout, layer.num_slots)
-                if kind not in seen and layer.num_slots:
+                if kind not in seen and (layer.num_slots or layer.decides_on_device):
                     check_layer(
                         name,
                         layer,
@@ -196,6 +237,9 @@ class OffloadRuntime:
                         self._modules[name].top_k,
                     )
                     seen.add(kind)
+            if self._share is not None:
+                self._share.measure(layers, self._cpu_lanes)
+            self.check()
         elif self._modules:
             logger.info(
                 "moe_offload: every expert of %d layers fits on the device, so offload is off "
@@ -211,6 +255,21 @@ class OffloadRuntime:
                 "on vLLM's RoutedExperts, so nothing would be offloaded: remove the settings, or "
                 "serve a mixture-of-experts model"
             )
+
+    def wake(self) -> None:
+        """Before a step is launched: the CPU lane watches for its requests."""
+        if self._share is not None:
+            self._share.wake()
+
+    def check(self) -> None:
+        """Before a step's output is used: CpuLaneError when the CPU lane has failed."""
+        if self._share is not None:
+            self._share.check()
+
+    def close(self) -> None:
+        """No step comes any more: the CPU lane ends. May be called twice."""
+        if self._share is not None:
+            self._share.close()
 
     def resize(self, slots_per_layer: int) -> None:
         """Give every layer that many slots, or none of them: ValueError when it does not go."""
@@ -232,6 +291,7 @@ class OffloadRuntime:
         """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes.
 
         The totals are sums over the layers, but for steps and tokens: every layer sees each once.
+        `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split.
         """
         total = Counters()
         layers = {}
@@ -249,9 +309,11 @@ class OffloadRuntime:
             }
         total.steps = max((layer["steps"] for layer in layers.values()), default=0)
         total.tokens = max((layer["tokens"] for layer in layers.values()), default=0)
+        rates = self._share.rates if self._share is not None else None
         return {
             **asdict(total),
             "mode": self.config.mode,
+            "rates": asdict(rates) if rates is not None else None,
             "cpu_threads": self.engine.threads,
             "isa": self.engine.isa,
             "device_bytes": sum(layer["device_bytes"] for layer in layers.values()),
@@ -261,7 +323,7 @@ class OffloadRuntime:
 
     @property
     def _sized_automatically(self) -> bool:
-        return self.config.mode == "cache" and not any(
+        return self.config.mode != "cpu" and not any(
             isinstance(size, int | float)
             for size in (self.config.slots_per_layer, self.config.gpu_memory_gib)
         )

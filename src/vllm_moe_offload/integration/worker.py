@@ -1,9 +1,12 @@
-"""Turning offload on where a worker loads its model, and reading it from outside."""
+"""Turning offload on where a worker loads its model, guarding its steps, and reading it."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 _RUNTIME = "_moe_offload_runtime"
@@ -12,13 +15,76 @@ _RUNTIME = "_moe_offload_runtime"
 def install() -> None:
     """Give every worker's wrapper the methods below; executors call them by name.
 
-    The wrapper has no `load_model` of its own (it passes unknown names on to the worker), so this
-    adds methods and replaces none. ``llm.collective_rpc("moe_offload_stats")`` reaches the others.
+    The wrapper has none of its own by these names (it passes unknown ones on to the worker), but
+    for `execute_model` and `shutdown`, which are wrapped.
+    ``llm.collective_rpc("moe_offload_stats")`` reaches the last three.
     """
-    WorkerWrapperBase.load_model = _load_model  # type: ignore[attr-defined]
-    WorkerWrapperBase.moe_offload_stats = _stats  # type: ignore[attr-defined]
-    WorkerWrapperBase.moe_offload_reset_stats = _reset_stats  # type: ignore[attr-defined]
-    WorkerWrapperBase.moe_offload_resize = _resize  # type: ignore[attr-defined]
+    if hasattr(WorkerWrapperBase.execute_model, "__moe_offload__"):
+        return
+    added: dict[str, Callable[..., Any]] = {
+        "load_model": _load_model,
+        "compile_or_warm_up_model": _warm_up,
+        "sample_tokens": _guarded(lambda self, *a, **k: self.worker.sample_tokens(*a, **k)),
+        "execute_model": _guarded(WorkerWrapperBase.execute_model),
+        "shutdown": _shutdown(WorkerWrapperBase.shutdown),
+        "moe_offload_stats": _stats,
+        "moe_offload_reset_stats": _reset_stats,
+        "moe_offload_resize": _resize,
+    }
+    for name, method in added.items():
+        setattr(WorkerWrapperBase, name, method)
+
+
+def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
+    """This part of a step with the CPU lane awake, and no output of it where the lane has failed.
+
+    An output that is waited for later is checked after that wait: until then the GPU may still be
+    asking the lane.
+    """
+
+    @functools.wraps(step)
+    def guarded(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
+        runtime = self.__dict__.get(_RUNTIME)
+        if runtime is None:
+            return step(self, *args, **kwargs)
+        runtime.wake()
+        output = step(self, *args, **kwargs)
+        if isinstance(output, AsyncModelRunnerOutput):
+            wait = output.get_output
+
+            def get_output() -> Any:
+                waited = wait()
+                runtime.check()
+                return waited
+
+            output.get_output = get_output  # type: ignore[method-assign]
+        else:
+            runtime.check()
+        return output
+
+    guarded.__moe_offload__ = True  # type: ignore[attr-defined]
+    return guarded
+
+
+def _shutdown(original: Callable[[WorkerWrapperBase], None]) -> Callable[[WorkerWrapperBase], None]:
+    @functools.wraps(original)
+    def shutdown(self: WorkerWrapperBase) -> None:
+        original(self)
+        runtime = self.__dict__.get(_RUNTIME)
+        if runtime is not None:
+            runtime.close()
+
+    return shutdown
+
+
+def _warm_up(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
+    """The worker's own warm-up, whose steps are not counted."""
+    times = self.worker.compile_or_warm_up_model(*args, **kwargs)
+    runtime = self.__dict__.get(_RUNTIME)
+    if runtime is not None:
+        runtime.check()
+        runtime.reset_stats()
+    return times
 
 
 def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:

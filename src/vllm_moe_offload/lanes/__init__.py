@@ -5,7 +5,7 @@ memory. A layer's output is the sum of what its lanes return.
 """
 
 from vllm_moe_offload.lanes.base import Lane
-from vllm_moe_offload.lanes.captured import MAX_CAPTURED, CapturedLayer
+from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer
 from vllm_moe_offload.lanes.counters import Counters
 from vllm_moe_offload.lanes.cpu import CpuLane
 from vllm_moe_offload.lanes.engine import EngineLane
@@ -13,6 +13,7 @@ from vllm_moe_offload.lanes.layer import OffloadedLayer
 
 __all__ = [
     "MAX_CAPTURED",
+    "AskingLayer",
     "CapturedLayer",
     "Counters",
     "CpuLane",

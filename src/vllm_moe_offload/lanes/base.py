@@ -25,3 +25,13 @@ class Lane(Protocol):
         sentinel of rows that route nowhere; expert_map: int32 [E + 1], expert -> row of the shard's
         tensors or -1 (None: expert e is row e, the sentinel nowhere); out: float32 [T, H].
         """
+
+    def output(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same sum as floats [T, H], of float32 or of x's dtype; good until the next call."""
+        ...

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_moe_offload.device.fetch import ExpertFetch
@@ -12,77 +15,90 @@ from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.lanes.base import Lane
 from vllm_moe_offload.lanes.counters import Counters
-from vllm_moe_offload.routing import waves_for_all
+from vllm_moe_offload.routing import waves_needed
 
 # Rows of a step that is decided on the device; larger ones are planned by the host.
 MAX_CAPTURED = 64
+
+# Whether the hits are computed by themselves while the misses arrive, for one launch of the layer's
+# kernel more.
+HITS_APART = False
 
 
 class CapturedLayer:
     """Three lanes of one step: slots, fetches into slots, and the CPU by its doorbell.
 
     Args:
-        step: Decides; its slots are those that `fetch` fills and `resident` reads.
-        fetch: Copies what the step lists.
+        host: name -> ``[E, ...]``, every expert, in memory that the device reads.
+        slots: name -> ``[S, ...]``, those that `resident` reads.
         resident: Computes from the slots.
-        cpu: Asks the CPU lane for its experts, from `CpuLane.add`; None where the step's limits
-            leave none to it.
         side: What runs beside the current stream.
-        waves: How many waves a step of so many rows has: 1 to the step's own number; with the hits
-            apart 2 is the least. What they do not hold is the CPU's.
+        cpu: Asks the CPU lane for the misses that are not fetched, from `CpuLane.add`; None where
+            every miss is fetched.
+        policy: Which expert leaves a slot first, a name of `routing.POLICIES`.
+        top_k: K.
+        cache_topk: With a CPU lane, a miss is fetched only if it is among so many heaviest experts
+            of some token; None for K.
+        hits_apart: As `HITS_APART`.
 
-    A graph that captured a step needs this object to live.
+    `step` decides, `fetch` copies what it lists.
+
+    A graph that captured a step needs this object to live. It holds the number of waves that the
+    split of the lanes asked for when it was captured; what they do not hold is the CPU's.
     """
 
     def __init__(
         self,
-        step: DeviceStep,
-        fetch: ExpertFetch,
-        resident: Lane,
-        cpu: CpuRequest | None,
-        side: SideStream,
-        waves: Callable[[int], int],
-    ) -> None:
-        self.step = step
-        self._fetch = fetch
-        self._resident = resident
-        self._cpu = cpu
-        self._side = side
-        self._waves = waves
-
-    @classmethod
-    def fetching_all(
-        cls,
         host: Mapping[str, torch.Tensor],
         slots: Mapping[str, torch.Tensor],
         resident: Lane,
         side: SideStream,
+        cpu: CpuRequest | None = None,
         *,
         policy: str,
         top_k: int,
-        hits_apart: bool = False,
-    ) -> CapturedLayer:
-        """One that fetches every miss, in as many waves as its rows may need.
-
-        host: name -> ``[E, ...]``, which the device reads; slots: name -> ``[S, ...]``; top_k: K.
-        """
+        cache_topk: int | None = None,
+        hits_apart: bool = HITS_APART,
+    ) -> None:
         some = next(iter(slots.values()))
         num_experts, num_slots = next(iter(host.values())).shape[0], some.shape[0]
-
-        def waves(rows: int) -> int:
-            return hits_apart + waves_for_all(rows * top_k, num_experts, num_slots, policy)
-
-        step = DeviceStep(
+        self.fetch = ExpertFetch(host, slots)
+        self._resident = resident
+        self._side = side
+        self._cpu = cpu
+        self._limits: npt.NDArray[np.integer[Any]] = np.arange(num_experts + 1)
+        self._waves: dict[int, int] = {}
+        most = waves_needed(self._limits, MAX_CAPTURED * top_k, num_slots, policy)
+        self.step = DeviceStep(
             num_experts,
             num_slots,
             policy,
             top_k=top_k,
-            cache_topk=top_k,
-            num_waves=waves(MAX_CAPTURED),
+            cache_topk=top_k if cache_topk is None or cpu is None else cache_topk,
+            num_waves=most + hits_apart,
             hits_apart=hits_apart,
             device=some.device,
         )
-        return cls(step, ExpertFetch(host, slots), resident, None, side, waves)
+
+    def split(self, limits: npt.NDArray[np.integer[Any]]) -> None:
+        """How many misses are fetched, by how many there are: [E + 1]; the rest is the CPU's.
+
+        Without a CPU lane all are, and nothing else can be asked for.
+        """
+        if self._cpu is None:
+            raise ValueError("without a CPU lane every miss is fetched: there is nothing to split")
+        self.step.set_limits(limits)
+        self._limits = limits
+        self._waves = {}
+
+    def num_waves(self, rows: int) -> int:
+        """How many waves a step of so many rows has."""
+        if rows not in self._waves:
+            step = self.step
+            self._waves[rows] = step.hits_apart + waves_needed(
+                self._limits, rows * step.top_k, step.num_slots, step.policy
+            )
+        return self._waves[rows]
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -93,21 +109,18 @@ class CapturedLayer:
         padding; all contiguous.
         """
         step = self.step
-        num_waves = self._waves(len(x))
+        num_waves = self.num_waves(len(x))
         step.launch(topk_ids, topk_weights, num_waves)
         if self._cpu is not None:
             self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         first = int(step.hits_apart)
         self._launch_fetch(first)
-        if step.hits_apart:
-            # Meanwhile: the hits read slots that no expert of this step is fetched into.
-            self._compute(0, x, topk_weights, topk_ids, out)
-        for wave in range(first, num_waves):
-            if wave > first:
-                self._launch_fetch(wave)
+        if num_waves == 1:
             self._side.join()
-            self._compute(wave, x, topk_weights, topk_ids, out)
+            # Not summed with another wave, and so not copied.
+            out = self._resident.output(x, topk_weights, topk_ids, step.expert_maps[0])
+        else:
+            out = self._in_waves(num_waves, first, x, topk_weights, topk_ids)
         if self._cpu is None:
             return out.to(x.dtype)
         summed = torch.empty_like(x)
@@ -115,42 +128,100 @@ class CapturedLayer:
         self._cpu.join(out, step.cpu_map, summed)
         return summed
 
+    def _in_waves(
+        self,
+        num_waves: int,
+        first: int,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """The sum of the waves, float32; that of `first` is being fetched."""
+        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        maps = self.step.expert_maps
+        if first:
+            # Meanwhile: the hits read slots that no expert of this step is fetched into.
+            self._resident.compute(x, topk_weights, topk_ids, maps[0], out, False)
+        for wave in range(first, num_waves):
+            if wave > first:
+                self._launch_fetch(wave)
+            self._side.join()
+            self._resident.compute(x, topk_weights, topk_ids, maps[wave], out, wave > 0)
+        return out
+
     def forward_all(
         self,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        counted: torch.Tensor,
+        padding: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `forward`, of any number of rows, where expert e is in slot e for every e.
 
         As without offload: the kernel gets no map, and rows of padding, which name experts here,
-        go where they say. `counted`: `topk_ids` with E for them; it is counted meanwhile.
+        go where they say. padding: bool [T], for those; the others are counted meanwhile.
         """
         with self._side.fork():
+            counted = with_padding(topk_ids, padding, self.step.num_experts)
             self.step.launch(counted, topk_weights, 1 + self.step.hits_apart)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        self._resident.compute(x, topk_weights, topk_ids, None, out, False)
+        out = self._resident.output(x, topk_weights, topk_ids, None)
         self._side.join()
         return out.to(x.dtype)
 
     def read_counters(self) -> Counters:
         """What all steps have done since the step's counters were reset; waits for the device."""
-        counted = self.step.read_counters()
-        bytes_fetched = counted.pop("fetched") * self._fetch.expert_bytes
-        return Counters(**counted, bytes_fetched=bytes_fetched)
+        return _counters(self.step, self.fetch.expert_bytes)
 
     def _launch_fetch(self, wave: int) -> None:
         with self._side.fork():
-            self._fetch.launch(self.step.fetches[wave], self.step.fetch_counts[wave])
+            self.fetch.launch(self.step.fetches[wave], self.step.fetch_counts[wave])
 
-    def _compute(
-        self,
-        wave: int,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        expert_map = self.step.expert_maps[wave]
-        self._resident.compute(x, topk_weights, topk_ids, expert_map, out, wave > 0)
+
+class AskingLayer:
+    """A step without slots: every expert it uses is asked of the CPU lane.
+
+    Args:
+        num_experts: E.
+        top_k: K.
+        cpu: Asks, from `CpuLane.add`.
+        device: Where the launches run.
+
+    A graph that captured a step needs this object to live.
+    """
+
+    def __init__(self, num_experts: int, top_k: int, cpu: CpuRequest, device: torch.device) -> None:
+        self._cpu = cpu
+        # It tells the experts that are used, and counts. Its one slot is never filled.
+        self.step = DeviceStep(
+            num_experts, 1, "lru", top_k=top_k, cache_topk=top_k, num_waves=1, device=device
+        )
+        self.step.set_limits(np.zeros(num_experts + 1, np.int32))
+
+    def forward(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """As `CapturedLayer.forward`."""
+        self.step.launch(topk_ids, topk_weights)
+        self._cpu.submit(x, topk_ids, topk_weights, self.step.cpu_map)
+        summed = torch.zeros_like(x)
+        self._cpu.wait()
+        self._cpu.join(summed, self.step.cpu_map, summed)
+        return summed
+
+    def read_counters(self) -> Counters:
+        """As `CapturedLayer.read_counters`; without slots nothing is a miss."""
+        counted = _counters(self.step, 0)
+        counted.misses = 0
+        return counted
+
+
+def with_padding(
+    topk_ids: torch.Tensor, padding: torch.Tensor | None, num_experts: int
+) -> torch.Tensor:
+    """Ids with the sentinel E in the rows that are padding."""
+    return topk_ids if padding is None else topk_ids.masked_fill(padding[:, None], num_experts)
+
+
+def _counters(step: DeviceStep, expert_bytes: int) -> Counters:
+    counted = step.read_counters()
+    return Counters(bytes_fetched=counted.pop("fetched") * expert_bytes, **counted)

@@ -11,7 +11,10 @@ from vllm_moe_offload.experts import ExpertSpec
 
 
 class EngineLane:
-    """Computes the experts of `tensors` (name -> ``[N, ...]``) on the CPU; a `lanes.base.Lane`."""
+    """Computes the experts of `tensors` (name -> ``[N, ...]``) on the CPU; a `lanes.base.Lane`.
+
+    `plan`: what it computes by.
+    """
 
     def __init__(
         self,
@@ -21,7 +24,7 @@ class EngineLane:
         top_k: int,
         max_tokens: int,
     ) -> None:
-        self._plan = engine.plan(spec, tensors, max_tokens=max_tokens, top_k=top_k)
+        self.plan = engine.plan(spec, tensors, max_tokens=max_tokens, top_k=top_k)
 
     def compute(
         self,
@@ -33,4 +36,16 @@ class EngineLane:
         accumulate: bool,
     ) -> None:
         """As `lanes.base.Lane.compute`."""
-        self._plan.run(x, topk_ids, topk_weights, out, expert_map=expert_map, accumulate=accumulate)
+        self.plan.run(x, topk_ids, topk_weights, out, expert_map=expert_map, accumulate=accumulate)
+
+    def output(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `lanes.base.Lane.output`, in float32."""
+        out = torch.empty(x.shape, dtype=torch.float32)
+        self.compute(x, topk_weights, topk_ids, expert_map, out, False)
+        return out

@@ -12,7 +12,7 @@ import torch
 from vllm_moe_offload.device import Device, SlotCache
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.lanes.base import Lane
-from vllm_moe_offload.lanes.captured import MAX_CAPTURED, CapturedLayer
+from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer, with_padding
 from vllm_moe_offload.lanes.counters import Counters
 from vllm_moe_offload.lanes.planned import PlannedLayer
 from vllm_moe_offload.routing import Residency
@@ -23,9 +23,9 @@ Tensors = Mapping[str, torch.Tensor]
 class OffloadedLayer:
     """The experts of one layer in host memory, some of them in slots of a device.
 
-    With `capture`, a step of up to `MAX_CAPTURED` rows is decided on the device, by launches that
-    a CUDA graph can hold; the device then has the state, and lends it to the host for a larger
-    step. Without, the host plans every step.
+    With `capture` or `asking`, a step of up to `MAX_CAPTURED` rows is decided on the device, by
+    launches that a CUDA graph can hold; the device then has the state, and lends it to the host for
+    a larger step. Without, the host plans every step.
 
     Args:
         host: name -> ``[E, ...]``, every expert.
@@ -37,6 +37,8 @@ class OffloadedLayer:
         policy: Which expert leaves a slot first, a name of `routing.POLICIES`.
         capture: Gives what decides on the device, over such tensors and the lane over them; None
             for a device where the host plans.
+        asking: Without slots, what asks the CPU lane from the device; None where the host calls
+            `cpu`.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class OffloadedLayer:
         num_slots: int,
         policy: str,
         capture: Callable[[Tensors, Lane], CapturedLayer] | None = None,
+        asking: AskingLayer | None = None,
     ) -> None:
         self.layout = ExpertLayout.of(host)
         self.num_experts = next(iter(host.values())).shape[0]
@@ -60,6 +63,7 @@ class OffloadedLayer:
         self._cpu = cpu
         self._policy = policy
         self._capture = capture
+        self._asking = asking
         self._every_expert = torch.arange(self.num_experts + 1, dtype=torch.int32)
         self._every_expert[-1] = -1
         self._counted = Counters()
@@ -77,7 +81,7 @@ class OffloadedLayer:
     @property
     def decides_on_device(self) -> bool:
         """Whether steps of up to `MAX_CAPTURED` rows are decided on the device."""
-        return self._slots is not None and self._slots.captured is not None
+        return self._on_device() is not None
 
     @property
     def device_bytes(self) -> int:
@@ -98,15 +102,20 @@ class OffloadedLayer:
     def counters(self) -> Counters:
         """A copy of what has been counted; waits for the device."""
         counted = replace(self._counted)
-        if self._slots is not None and self._slots.captured is not None:
-            counted += self._slots.captured.read_counters()
+        if (on_device := self._on_device()) is not None:
+            counted += on_device.read_counters()
         return counted
 
     def reset_counters(self) -> None:
         """Start to count anew."""
         self._counted = Counters()
-        if self._slots is not None and self._slots.captured is not None:
-            self._slots.captured.step.reset_counters()
+        if (on_device := self._on_device()) is not None:
+            on_device.step.reset_counters()
+
+    @property
+    def captured(self) -> CapturedLayer | None:
+        """What decides on the device over the slots there are, if anything does."""
+        return self._slots.captured if self._slots is not None else None
 
     def resize(self, num_slots: int) -> None:
         """Take `num_slots` empty slots instead of those there are; no step may be under way.
@@ -116,8 +125,8 @@ class OffloadedLayer:
         self.check_resize(num_slots)
         if self._residency is None:
             self._residency = Residency(self.num_experts, num_slots, self._policy)
-        if self._slots is not None and self._slots.captured is not None:
-            self._slots.captured.step.read_into(self._residency)
+        if self.captured is not None:
+            self.captured.step.read_into(self._residency)
         self._counted = self.counters
         # Freed before the new slots are allocated: if that fails none is left, and a step says so.
         self._slots = None
@@ -174,23 +183,26 @@ class OffloadedLayer:
         """
         x = x.contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
-        ids = routed = topk_ids.to(torch.int32).contiguous()
-        if padding is not None:
-            ids = ids.masked_fill(padding[:, None], self.num_experts)
+        routed = topk_ids.to(torch.int32).contiguous()
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self._is_in_graph = True
+        if self.captured is not None and self.num_slots == self.num_experts:
+            return self.captured.forward_all(x, weights, routed, padding)
+        ids = with_padding(routed, padding, self.num_experts)
         if self._residency is None:
+            if self._asking is not None and len(x) <= MAX_CAPTURED:
+                return self._asking.forward(x, weights, ids)
             return self._on_cpu(x, weights, ids)
         if self._slots is None:
             raise RuntimeError("no slots: allocating them failed when this layer was resized")
-        captured = self._slots.captured
         if self.num_slots == self.num_experts:
-            if captured is not None:
-                return captured.forward_all(x, weights, routed, ids)
             return self._all_resident(self._slots, x, weights, routed, ids)
-        if captured is not None and len(x) <= MAX_CAPTURED:
-            return captured.forward(x, weights, ids)
+        if self.captured is not None and len(x) <= MAX_CAPTURED:
+            return self.captured.forward(x, weights, ids)
         return self._planned(self._slots, x, weights, ids)
+
+    def _on_device(self) -> CapturedLayer | AskingLayer | None:
+        return self.captured if self.captured is not None else self._asking
 
     def _on_cpu(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=torch.float32)
@@ -210,8 +222,7 @@ class OffloadedLayer:
         """As without offload: no map, and rows of padding go where the router sent them."""
         if not slots.is_filled:
             self._fill(slots)
-        out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        slots.resident.compute(x, weights, routed, None, out, False)
+        out = slots.resident.output(x, weights, routed, None)
         used, tokens = self._used(ids)
         self._counted += Counters(steps=1, tokens=tokens, hits=int(used.sum()), waves=1)
         return out.to(x.dtype)

@@ -4,7 +4,7 @@ What is here is the reference for every device: a device that decides on its own
 graph) must make the same decisions, step by step.
 """
 
-from vllm_moe_offload.routing.lanes import LanePlan, plan_lanes, waves_for_all
+from vllm_moe_offload.routing.lanes import LanePlan, plan_lanes, waves_needed
 from vllm_moe_offload.routing.policy import POLICIES, Policy, make_policy
 from vllm_moe_offload.routing.residency import Residency
 from vllm_moe_offload.routing.table import SlotTable
@@ -21,5 +21,5 @@ __all__ = [
     "make_policy",
     "plan_lanes",
     "plan_step",
-    "waves_for_all",
+    "waves_needed",
 ]

@@ -35,10 +35,19 @@ class LanePlan:
         return sum(wave.fetched for wave in self.waves)
 
 
-def waves_for_all(num_ids: int, num_experts: int, num_slots: int, policy: str) -> int:
-    """How many waves hold every expert that `num_ids` ids can name, whatever is in the slots."""
+def waves_needed(limits: npt.NDArray[np.integer], num_ids: int, num_slots: int, policy: str) -> int:
+    """How many waves hold all that `limits` lets a step of `num_ids` ids fetch, whatever is used.
+
+    limits: [E + 1], as for `plan_lanes`.
+    """
+    num_experts = len(limits) - 1
     evictable = int(np.count_nonzero(make_policy(policy, num_experts).evictable(num_slots)))
-    return max(-(-min(num_ids, num_experts) // evictable), 1)
+    most = min(num_ids, num_experts)
+    # At worst every hit is in the way of a fetch, which then needs a slot of a later wave.
+    hits = np.arange(min(evictable, most) + 1)
+    misses = np.arange(num_experts + 1)
+    fetched = np.maximum.accumulate(np.minimum(limits, misses))
+    return max(-(-int((hits + fetched[most - hits]).max()) // evictable), 1)
 
 
 def plan_lanes(
