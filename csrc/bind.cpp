@@ -180,6 +180,11 @@ NB_MODULE(_engine, m) {
             return moe::read_seconds(engine, pointer<const void>(memory), bytes);
           },
           "memory"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("phase_seconds",
+                   [](moe::Engine& engine) {
+                     const moe::PhaseSeconds seconds = engine.phase_seconds();
+                     return nb::make_tuple(seconds.prepare, seconds.up, seconds.down);
+                   })
       .def("tile_multiply_adds", &moe::tile_multiply_adds, "count"_a,
            nb::call_guard<nb::gil_scoped_release>());
 

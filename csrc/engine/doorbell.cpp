@@ -28,6 +28,10 @@ constexpr milliseconds kDoze{1};
 constexpr milliseconds kLongDoze{10};
 constexpr std::chrono::seconds kLongIdle{1};
 
+// Between two requests the GPU does what it has to alone, and between two steps the serving process
+// prepares the next one: the engine's threads watch that long for the next call.
+constexpr milliseconds kBetweenRequests{2};
+
 constexpr milliseconds kWatch{100};
 // How often requests are refused after a failure.
 constexpr milliseconds kRefuse{1};
@@ -405,6 +409,7 @@ void Doorbell::start() {
   const std::lock_guard<std::mutex> lock(threads_mutex_);
   if (server_.joinable()) return;
   service_->begin();
+  engine_->pool().spin_for(kBetweenRequests);
   // The threads own the service, not this: see `stop`.
   watchdog_ = std::thread([service = service_] {
     name_thread("moe-watchdog");

@@ -43,6 +43,17 @@ int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads, bool packe
   return std::clamp(wanted / unit * unit, unit, packed ? kPackedRows : kRowBlock);
 }
 
+// Rows of a task of w2. It reads the inner rows of all groups, most of them from other cores'
+// caches: from `kManyTokens` a group on that is more than it reads of weights, and every thread
+// gets one task alone.
+int64_t down_rows_per_task(int64_t rows, int64_t tokens_a_group, int64_t threads, bool packed) {
+  constexpr int64_t kManyTokens = 128;
+  if (packed && tokens_a_group >= kManyTokens) {
+    return round_up(ceil_div(rows, threads), kRowBlock);
+  }
+  return rows_per_task(rows, 1, threads, packed);
+}
+
 // One a core less what vLLM's own process needs: its engine thread is busy while ours compute. With
 // few cores that one would be missed more.
 int default_threads(int cores) { return cores >= 4 ? cores - 1 : cores; }
@@ -142,6 +153,11 @@ Engine::Engine(std::shared_ptr<Pool> pool, const std::string& isa)
       node_blocks_(pool_->node_threads().size()),
       node_ends_(pool_->node_threads().size()) {}
 
+PhaseSeconds Engine::phase_seconds() {
+  const std::lock_guard<std::recursive_mutex> lock(pool_->mutex());
+  return seconds_;
+}
+
 Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_tokens, int64_t top_k)
     : engine_(std::move(engine)),
       layer_(layer),
@@ -149,19 +165,23 @@ Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_token
       top_k_(top_k),
       x_stride_(round_up(layer.hidden, kOperandAlign)),
       inner_stride_(round_up(layer.intermediate, kOperandAlign)) {
-  const int64_t pairs = top_k * kChunkUnit;
-  const int64_t blocks = PairSorter::max_blocks(pairs, kernels_.packed_tokens);
-  sizes_ = {
-      .x = kChunkUnit * x_stride_ * kernels_.operand_bytes,
-      .inner = pairs * inner_stride_ * kernels_.operand_bytes,
-      .packed_x = blocks * kPackBlock * x_stride_ * static_cast<int64_t>(sizeof(Bf16)),
-      .packed_inner = blocks * kPackBlock * inner_stride_ * static_cast<int64_t>(sizeof(Bf16)),
-      .sums = kChunkUnit * x_stride_ * static_cast<int64_t>(sizeof(float))};
-  const int64_t unit_bytes = sizes_.total();
-  const int64_t units =
-      std::clamp(kScratchBytes / unit_bytes, int64_t{1}, ceil_div(max_tokens, kChunkUnit));
+  const auto sizes_of = [&](int64_t tokens) -> Sizes {
+    constexpr auto kBf16 = static_cast<int64_t>(sizeof(Bf16));
+    const int64_t pairs = tokens * top_k;
+    const int64_t packed =
+        PairSorter::max_blocks(pairs, layer.experts, kernels_.packed_tokens) * kPackBlock;
+    return {.x = tokens * x_stride_ * kernels_.operand_bytes,
+            .inner = pairs * inner_stride_ * kernels_.operand_bytes,
+            .packed_x = packed * x_stride_ * kBf16,
+            .packed_inner = packed * inner_stride_ * kBf16,
+            .sums = tokens * x_stride_ * static_cast<int64_t>(sizeof(float))};
+  };
+  int64_t units = ceil_div(max_tokens, kChunkUnit);
+  while (units > 1 && sizes_of(units * kChunkUnit).total() > kScratchBytes) {
+    units -= ceil_div(units, 16);
+  }
   chunk_ = std::min(units * kChunkUnit, max_tokens);
-  sizes_ = sizes_.times(units);
+  sizes_ = sizes_of(units * kChunkUnit);
   if (kernels_.buffer_bytes != nullptr) buffer_stride_ = round_up(kernels_.buffer_bytes(layer), 64);
   const int64_t bytes = sizes_.total() + buffer_stride_ * engine_->threads();
 
@@ -180,6 +200,7 @@ void Plan::run(const Job& job, const Routing& routing) const {
   check_routing(routing, layer_.experts);
   engine_->pool_->require_usable();
   const std::lock_guard<std::recursive_mutex> lock(engine_->pool_->mutex());
+  engine_->seconds_ = {};
   for (int64_t begin = 0; begin < routing.tokens; begin += chunk_) {
     run_chunk(job, routing, begin, std::min(begin + chunk_, routing.tokens));
   }
@@ -238,20 +259,24 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
     engine_->node_blocks_[node] = blocks * threads / pool.threads();
     engine_->node_ends_[node] = engine_->node_blocks_[node] * pairs.group_count();
   }
-  chunk.down_rows = rows_per_task(layer_.hidden, 1, pool.threads(), packed);
+  int64_t all_pairs = 0;
+  for (int64_t g = 0; g < pairs.group_count(); ++g) all_pairs += pairs.groups()[g].count;
+  chunk.down_rows = down_rows_per_task(
+      layer_.hidden, all_pairs / std::max<int64_t>(1, pairs.group_count()), pool.threads(), packed);
 
   const Phase phases[] = {
       {chunk.prepare_tasks + pairs.block_count(), prepare_task},
       {blocks * pairs.group_count(), up_task, engine_->node_ends_.data()},
       {ceil_div(layer_.hidden, chunk.down_rows), down_task},
   };
-  if (phases[0].count > 1) {
-    pool.run(phases, 3, &chunk);
-  } else {
-    // One task is quicker done here than shared out with a barrier after it.
-    prepare_task(&chunk, 0, 0);
-    pool.run(phases + 1, 2, &chunk);
-  }
+  // One task is quicker done here than shared out with a barrier after it.
+  const int first_phase = phases[0].count > 1 ? 0 : 1;
+  if (first_phase == 1) prepare_task(&chunk, 0, 0);
+  pool.run(phases + first_phase, 3 - first_phase, &chunk);
+  PhaseSeconds& seconds = engine_->seconds_;
+  if (first_phase == 0) seconds.prepare += pool.phase_seconds(0);
+  seconds.up += pool.phase_seconds(1 - first_phase);
+  seconds.down += pool.phase_seconds(2 - first_phase);
 }
 
 }  // namespace moe

@@ -28,6 +28,13 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
+// How long the phases of a call took.
+struct PhaseSeconds {
+  double prepare;  // operands of the tokens; 0 where that was too little to share out
+  double up;       // w13 and the activation
+  double down;     // w2 and the sums
+};
+
 // NUMA: of w2's rows, of the gate rows and of the up rows of every expert, each node's threads
 // compute a contiguous share in proportion to their number, in the order of the nodes, and take
 // from others' only when theirs are done. Weights are best placed likewise.
@@ -41,6 +48,8 @@ class Engine {
   int threads() const { return pool_->threads(); }
   const Isa& isa() const { return isa_; }
   Pool& pool() { return *pool_; }
+  // Of the last call of any plan.
+  PhaseSeconds phase_seconds();
 
  private:
   friend class Plan;
@@ -49,6 +58,7 @@ class Engine {
   // Guarded by the pool's mutex.
   Scratch scratch_;
   PairSorter pairs_;
+  PhaseSeconds seconds_{};
   std::vector<int64_t> node_blocks_;  // of the call in progress: see Plan::run_chunk
   std::vector<int64_t> node_ends_;
 };
@@ -94,9 +104,6 @@ class Plan {
     int64_t x = 0, inner = 0, packed_x = 0, packed_inner = 0, sums = 0;
 
     int64_t total() const { return x + inner + packed_x + packed_inner + sums; }
-    Sizes times(int64_t n) const {
-      return {x * n, inner * n, packed_x * n, packed_inner * n, sums * n};
-    }
   };
   Sizes sizes_;
   int64_t buffer_stride_ = 0;

@@ -13,13 +13,10 @@
 namespace moe {
 namespace {
 
-// Between two layers of one step little more than the attention passes, so a thread that watches
-// this long is mostly awake for the next call. Waking a sleeping one costs about as much.
-constexpr std::chrono::microseconds kSpin{100};
-
 // Waits until `value` differs from `seen`: spins, then sleeps.
-void wait_for_change(const std::atomic<uint32_t>& value, uint32_t seen) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+void wait_for_change(const std::atomic<uint32_t>& value, uint32_t seen,
+                     std::chrono::microseconds spin) {
+  const auto deadline = std::chrono::steady_clock::now() + spin;
   for (int i = 0;; ++i) {
     if (value.load(std::memory_order_acquire) != seen) return;
     pause();
@@ -87,6 +84,10 @@ void Pool::require_usable() const {
   }
 }
 
+void Pool::spin_for(std::chrono::microseconds spin) {
+  spin_.store(spin, std::memory_order_relaxed);
+}
+
 void Pool::pin_caller() const { pin(first_cpu_); }
 
 void Pool::run(const Phase* phases, int count, const void* context) {
@@ -100,6 +101,7 @@ void Pool::run(const Phase* phases, int count, const void* context) {
   error_ = nullptr;
   failed_.store(false, std::memory_order_relaxed);
   for (int i = 0; i < count; ++i) share_out(phases[i], &shares_[static_cast<size_t>(i * threads_)]);
+  times_[0] = std::chrono::steady_clock::now();
   if (threads_ > 1) {
     epoch_.fetch_add(1, std::memory_order_release);
     epoch_.notify_all();
@@ -129,7 +131,7 @@ void Pool::worker(int index, int cpu) {
   pin(cpu);
   uint32_t seen = 0;
   while (true) {
-    wait_for_change(epoch_, seen);
+    wait_for_change(epoch_, seen, spin_.load(std::memory_order_relaxed));
     if (stop_.load(std::memory_order_relaxed)) return;
     ++seen;
     work(index);
@@ -146,6 +148,7 @@ void Pool::work(int index) {
                 index);
     }
     arrive_and_wait();
+    if (index == 0) times_[static_cast<size_t>(i) + 1] = std::chrono::steady_clock::now();
   }
 }
 
@@ -173,7 +176,7 @@ void Pool::arrive_and_wait() {
     barrier_.fetch_add(1, std::memory_order_release);
     barrier_.notify_all();
   } else {
-    wait_for_change(barrier_, seen);
+    wait_for_change(barrier_, seen, kSpin);
   }
 }
 

@@ -51,11 +51,10 @@ void PairSorter::reserve(int64_t pairs, int64_t experts) {
   grow(block_group_, pairs);
 }
 
-// A packed group of c tokens has (c + kPackBlock - 1) / kPackBlock blocks, so the smallest packed
-// groups need the most for their pairs.
-int64_t PairSorter::max_blocks(int64_t pairs, int64_t packed_tokens) {
+// Whole blocks, and one that is not for each group: of an expert, of at least `packed_tokens`.
+int64_t PairSorter::max_blocks(int64_t pairs, int64_t experts, int64_t packed_tokens) {
   if (packed_tokens == 0) return 0;
-  return (pairs + kPackBlock - 1) / kPackBlock + (pairs + packed_tokens - 1) / packed_tokens;
+  return pairs / kPackBlock + std::min(pairs / packed_tokens, experts);
 }
 
 void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts,

@@ -33,8 +33,8 @@ class PairSorter {
   void sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts,
             int64_t packed_tokens);
 
-  // The most blocks of packed tokens that `pairs` pairs can need.
-  static int64_t max_blocks(int64_t pairs, int64_t packed_tokens);
+  // The most blocks of packed tokens that `pairs` pairs over `experts` experts can need.
+  static int64_t max_blocks(int64_t pairs, int64_t experts, int64_t packed_tokens);
 
   const Group* groups() const { return groups_.data(); }
   // The blocks of packed tokens, and the group that each belongs to.

@@ -95,11 +95,13 @@ struct Product {
   void operator()(int64_t first, int64_t step, int64_t rows, float* out) const {
     int64_t r = 0;
     if (tokens > kStreamTokens) {
+      const int64_t ahead = ahead_bytes(W::kRows * step);
       for (; r + W::kRows <= rows; r += W::kRows) {
-        over_tokens<W::kRows>(first + r * step, step, out + r);
+        over_tokens<W::kRows>(first + r * step, step, ahead, out + r);
       }
     }
-    for (; r < rows; ++r) over_tokens<1>(first + r * step, step, out + r);
+    const int64_t ahead = ahead_bytes(step);
+    for (; r < rows; ++r) over_tokens<1>(first + r * step, step, ahead, out + r);
   }
 
  private:
@@ -107,13 +109,16 @@ struct Product {
   // Enough for the latency of memory at the few bytes a cycle that a core gets of it.
   static constexpr int64_t kAheadBytes = 2048;
 
+  // Whole rows ahead: a task's next rows follow in memory, and so mostly do its next task's.
+  int64_t ahead_bytes(int64_t rows) const {
+    const int64_t bytes = rows * matrix.row_bytes;
+    return (kAheadBytes + bytes - 1) / bytes * bytes;
+  }
+
   template <int kRows>
-  void over_tokens(int64_t first, int64_t step, float* out) const {
+  void over_tokens(int64_t first, int64_t step, int64_t ahead, float* out) const {
     typename W::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = W::row(matrix, expert, first + r * step, k_begin);
-    // Whole rows ahead: a task's next rows follow in memory, and so mostly do its next task's.
-    const int64_t group_bytes = kRows * step * matrix.row_bytes;
-    const int64_t ahead = (kAheadBytes + group_bytes - 1) / group_bytes * group_bytes;
     int64_t t = 0;
     if constexpr (kRows > 1) {
       dot<W, kRows, 4, true>(row, x, k_count, ahead, out, kRowBlock);

@@ -28,6 +28,9 @@ def test_rows_and_table() -> None:
         (format, count) for format in ("bf16", "mxfp4", "nvfp4", "fp8_block") for count in (1, 3)
     }
     assert any(row["contestant"] == "torch" for row in rows)
+    phases = {row["metric"]: row["value"] for row in ours if row["rows"] == 3}
+    assert phases["up_ms"] > 0
+    assert phases["down_ms"] > 0
     table = bench.format_table(rows)
     assert "GB/s of memory read" in table
     assert "64x32" in table

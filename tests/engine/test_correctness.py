@@ -55,6 +55,20 @@ def test_each_format_at_each_row_count(
         check(engine, spec, shard, random_batch(spec, rows, 1, (0, 1), generator), max_tokens=257)
 
 
+@pytest.mark.parametrize(
+    "format",
+    [Format.BF16, Format.FP8_BLOCK, Format.INT4, Format.NVFP4],
+    ids=lambda f: f.value,
+)
+def test_more_tokens_and_columns_than_a_cache_holds(
+    engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator, format: Format
+) -> None:
+    # The tiles take 512 tokens and 256 columns at a time, and the columns of these tokens in turn.
+    spec = make_spec(1088, 288, format)
+    batch = random_batch(spec, 545, 1, (0, 1), generator)
+    check(engine, spec, make_shard(spec, 1), batch, max_tokens=545)
+
+
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
 @by_value
 def test_each_activation_in_each_format(

@@ -1,5 +1,13 @@
 // Groups of many tokens by AMX tiles; the others by the kernels of the shared body (Small).
-// W has load_bf16 (pack.h) and may allow tiles to be loaded from the weights themselves.
+//
+// A task's product is weight rows by a group's tokens, [rows][tokens], with three levels of reuse:
+// registers: 2 tiles of rows by 2 of tokens, so that four products (64 cycles) share four loads;
+// L1: a panel, those 32 rows by 256 columns, 16 KiB unpacked, which all tokens pass over. They come
+//   from L2 at 8 KiB for 512 cycles of products and with the panel leave room in 48 KiB; whole rows
+//   would not fit, and both sides from L2 are a cache line a cycle, which it does not give;
+// L2: either all the tokens, or, where those are too many, the tokens' part of one panel's columns,
+//   which several pairs of row tiles then use before the next columns' turn.
+// Weights are read from memory once for kChunkBlocks of tokens, in the order in which they lie.
 #pragma once
 
 #include "kernels/amx/pack.h"
@@ -7,86 +15,120 @@
 
 namespace {
 
-// Below this many tokens the shared body streams weights as fast as memory gives them.
-constexpr int64_t kPackedTokens = 8;
-// Packed tokens that pass over the same rows while those stay in a 2 MiB L2.
-constexpr int64_t kPackedBytes = int64_t{1} << 20;
+constexpr int64_t kPanelColumns = kPanelSteps * kTileColumns;
+constexpr int64_t kPanelBytes = kPanelSteps * kTileBytes;  // of one of its two tiles
+// Blocks of tokens for one reading of the weights.
+constexpr int64_t kChunkBlocks = 32;
+// Tokens that stay in a 2 MiB L2 beside the weights that are fetched ahead.
+constexpr int64_t kTokenBytes = int64_t{1} << 20;
+// Pairs of row tiles that share a panel's columns of the tokens, where not all tokens stay.
+constexpr int64_t kSharingPairs = 4;
 
-// Two row tiles of one weight matrix or, gate and up, of two halves of it.
-template <class W>
+// A thread's buffer.
+struct Buffer {
+  std::byte panel[2][kPanelBytes];
+  Result results[kSharingPairs * kChunkBlocks];
+};
+
+// One panel, of `steps` tiles of columns from `panel` on, by blocks [from, to) of the tokens.
+inline void multiply_panel(const Buffer& buffer, const std::byte* packed, int64_t blocks,
+                           int64_t from, int64_t to, int64_t panel, int64_t steps, Ahead& ahead,
+                           Result* results) {
+  const int64_t block_bytes = steps * kTileBytes;
+  const std::byte* b = packed + panel / kTileColumns * blocks * kTileBytes + from * block_bytes;
+  int64_t block = from;
+  for (; block + 2 <= to; block += 2, b += 2 * block_bytes, results += 2) {
+    multiply<2>(buffer.panel[0], buffer.panel[1], b, b + block_bytes, steps, panel == 0, results,
+                ahead);
+  }
+  if (block < to) {
+    multiply<1>(buffer.panel[0], buffer.panel[1], b, b, steps, panel == 0, results, ahead);
+  }
+}
+
+// Rows `first`, `first + step`, ... for the first tile, likewise for the second.
 struct TilePair {
-  TileRows first;
-  TileRows second;
-  Ahead ahead;  // the pair that comes next in memory
+  int64_t first;
+  int64_t first_rows;
+  int64_t second;
+  int64_t second_rows;  // 0: nobody reads the second tile's results
+};
 
-  // `rows1` 0: the second tile is a copy whose results nobody reads.
-  TilePair(const moe::Matrix& matrix, int64_t expert, int64_t row0, int64_t rows0, int64_t row1,
-           int64_t rows1, int64_t step, int64_t k, int64_t columns, std::byte* buffer) {
-    const auto weights = W::row(matrix, expert, row0, k);
-    const std::byte* const from = W::address(weights, 0);
-    const int64_t between = rows1 > 0 ? (row1 - row0) * matrix.row_bytes : 0;
-    const int64_t stride = step * matrix.row_bytes;
-    const std::byte* const next = from + (row1 == row0 + kTile ? 2 * kTile : kTile) * stride;
-    ahead = {.first = {next, stride},
-             .second = {next + between, stride},
-             .lines = (W::address(weights, columns) - from + 63) / 64,
-             .line = 0,
-             .every = 1};
-    const bool whole = rows0 == kTile && (rows1 == kTile || rows1 == 0);
-    if (W::kInPlace && whole && columns % kTileColumns == 0) {
-      first = {from, stride};
-      second = {from + between, stride};
-      return;
-    }
-    const int64_t unpacked = tile_steps(columns) * 64;
-    unpack_rows<W>(matrix, expert, row0, step, rows0, k, columns, buffer, unpacked);
-    first = {buffer, unpacked};
-    second = first;
-    if (rows1 > 0) {
-      second.base = buffer + kTile * unpacked;
-      unpack_rows<W>(matrix, expert, row1, step, rows1, k, columns, buffer + kTile * unpacked,
-                     unpacked);
+// The weights of one product: `pair_at` gives pair i of row tiles, also the one after the last,
+// which mostly belongs to the next task.
+template <class W, class PairAt>
+struct Rows {
+  const moe::Matrix& matrix;
+  int64_t expert;
+  int64_t step;  // between a tile's rows
+  int64_t k_begin;
+  int64_t columns;
+  int64_t pairs;
+  const PairAt& pair_at;
+
+  void unpack(const TilePair& pair, int64_t panel, Ahead& ahead, Buffer& buffer) const {
+    unpack_tile(pair.first, pair.first_rows, panel, ahead, buffer.panel[0]);
+    unpack_tile(pair.second, pair.second_rows, panel, ahead, buffer.panel[1]);
+  }
+
+  // Of the rows' part in a panel, to be fetched in so many turns.
+  Ahead ahead(const TilePair& pair, int64_t panel, int64_t turns) const {
+    const std::byte* first = address(pair.first, panel);
+    return Ahead(first, first + (pair.second - pair.first) * matrix.row_bytes,
+                 step * matrix.row_bytes, address(pair.first, panel, width(panel)) - first, turns);
+  }
+
+  int64_t width(int64_t panel) const { return min_of(kPanelColumns, columns - panel); }
+
+ private:
+  const std::byte* address(int64_t row, int64_t panel, int64_t column = 0) const {
+    return W::address(W::row(matrix, expert, row, k_begin + panel), column);
+  }
+
+  void unpack_tile(int64_t first, int64_t rows, int64_t panel, Ahead& ahead, std::byte* to) const {
+    const int64_t count = width(panel);
+    for (int64_t r = 0; r < kTile; ++r, to += 64) {
+      ahead.fetch();
+      if (r < rows) {
+        W::unpack(W::row(matrix, expert, first + r * step, k_begin + panel), count, to);
+      } else {
+        for (int64_t at = 0; at < kPanelBytes; at += kTileBytes) {
+          _mm512_store_si512(to + at, _mm512_setzero_si512());
+        }
+      }
     }
   }
 };
 
-// Calls done(block, quarters) for tokens in pairs of packed blocks [begin, end).
-template <class W, class Done>
-inline void over_blocks(const TilePair<W>& rows, const std::byte* packed, int64_t steps,
-                        int64_t begin, int64_t end, const Done& done) {
-  Quarters quarters;
-  Ahead ahead = rows.ahead;
-  ahead.every = (end - begin + 1) / 2;
-  for (int64_t block = begin; block < end; block += 2, ++ahead.line) {
-    const std::byte* b0 = packed + block * steps * kTileBytes;
-    const std::byte* b1 = block + 1 < end ? b0 + steps * kTileBytes : b0;
-    multiply(rows.first, rows.second, b0, b1, steps, ahead, quarters);
-    done(block, quarters);
-  }
-}
-
-inline int64_t blocks_at_a_time(int64_t steps) {
-  const int64_t blocks = kPackedBytes / (steps * kTileBytes) / 2 * 2;
-  return blocks < 2 ? 2 : blocks;
-}
-
-// 16 activated rows of one block to its packed inner rows. `value` is [row][token].
-inline void store_inner(const moe::Work& work, int64_t block, int64_t row, int64_t rows,
-                        const float (&value)[kTile][kTile]) {
-  const int64_t columns = work.inner_end - work.inner_begin;
-  const int64_t column = row - work.inner_begin;
-  std::byte* tile =
-      work.packed_inner + (block * tile_steps(columns) + column / kTileColumns) * kTileBytes;
-  std::byte* at = tile + column % kTileColumns / 2 * 64;
-  for (int64_t r = 0; r < kTile; r += 2, at += 64) {
-    const __m512 zero = _mm512_setzero_ps();
-    const __m512 even = r < rows ? _mm512_load_ps(value[r]) : zero;
-    const __m512 odd = r + 1 < rows ? _mm512_load_ps(value[r + 1]) : zero;
-    _mm512_store_si512(at, bf16_pairs(even, odd));
-  }
-  // The last tile's second half, where the rows end in its first.
-  if (row + rows == work.inner_end && column % kTileColumns < kTile) {
-    for (; at < tile + kTileBytes; at += 64) _mm512_store_si512(at, _mm512_setzero_si512());
+// Multiplies by the packed tokens of a group of `blocks` and calls done(i, from, to, results) for
+// each pair of row tiles, with a result for each block in [from, to).
+template <class W, class PairAt, class Done>
+inline void multiply_rows(const Rows<W, PairAt>& rows, const std::byte* packed, int64_t blocks,
+                          std::byte* memory, const Done& done) {
+  Buffer& buffer = *reinterpret_cast<Buffer*>(memory);
+  for (int64_t from = 0; from < blocks; from += kChunkBlocks) {
+    const int64_t to = min_of(from + kChunkBlocks, blocks);
+    const bool all_stay = (to - from) * tile_steps(rows.columns) * kTileBytes <= kTokenBytes;
+    const int64_t sharing = all_stay ? 1 : kSharingPairs;
+    for (int64_t begin = 0; begin < rows.pairs; begin += sharing) {
+      const int64_t end = min_of(begin + sharing, rows.pairs);
+      for (int64_t panel = 0; panel < rows.columns; panel += kPanelColumns) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t steps = tile_steps(rows.width(panel));
+          const int64_t turns = 2 * kTile + (to - from + 1) / 2 * steps;
+          const int64_t next = panel + kPanelColumns;
+          Ahead ahead = i + 1 < end           ? rows.ahead(rows.pair_at(i + 1), panel, turns)
+                        : next < rows.columns ? rows.ahead(rows.pair_at(begin), next, turns)
+                                              : rows.ahead(rows.pair_at(end), 0, turns);
+          rows.unpack(rows.pair_at(i), panel, ahead, buffer);
+          multiply_panel(buffer, packed, blocks, from, to, panel, steps, ahead,
+                         buffer.results + (i - begin) * kChunkBlocks);
+        }
+      }
+      for (int64_t i = begin; i < end; ++i) {
+        done(i, from, to, buffer.results + (i - begin) * kChunkBlocks);
+      }
+    }
   }
 }
 
@@ -94,55 +136,59 @@ template <class W>
 void up_packed(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end,
                std::byte* buffer) {
   const moe::Layer& layer = *work.layer;
-  const int64_t steps = tile_steps(layer.hidden);
-  const std::byte* packed = work.packed_x + group.packed * steps * kTileBytes;
-  const int64_t blocks = (group.count + kTile - 1) / kTile;
-  const int64_t at_a_time = blocks_at_a_time(steps);
   const int64_t step = layer.interleaved ? 2 : 1;
   const int64_t unit = layer.gated ? kTile : 2 * kTile;
+  // Gate and up, or two tiles of the only rows.
+  const auto pair_at = [&](int64_t i) -> TilePair {
+    const int64_t row = begin + i * unit;
+    const int64_t rows = min_of(kTile, end - row);
+    if (!layer.gated) {
+      const int64_t second = row + kTile;
+      return {row, rows, second, second < end ? min_of(kTile, end - second) : 0};
+    }
+    return {row * step, rows, layer.interleaved ? row * step + 1 : layer.intermediate + row, rows};
+  };
+  const Rows<W, decltype(pair_at)> weights{.matrix = layer.w13,
+                                           .expert = group.expert,
+                                           .step = step,
+                                           .k_begin = 0,
+                                           .columns = layer.hidden,
+                                           .pairs = (end - begin + unit - 1) / unit,
+                                           .pair_at = pair_at};
+  const std::byte* packed = work.packed_x + group.packed * tile_steps(layer.hidden) * kTileBytes;
   [[maybe_unused]] const TileScope scope;
-  alignas(64) float first_bias[kRowBlock] = {};
-  alignas(64) float second_bias[kRowBlock] = {};
+  alignas(64) float first_bias[kTile] = {};
+  alignas(64) float second_bias[kTile] = {};
 
-  for (int64_t from = 0; from < blocks; from += at_a_time) {
-    const int64_t to = min_of(from + at_a_time, blocks);
-    for (int64_t row = begin; row < end; row += unit) {
-      const int64_t rows = min_of(kTile, end - row);
-      const int64_t first = row * step;
-      int64_t second = layer.interleaved ? first + 1 : layer.intermediate + row;
-      int64_t second_rows = rows;
-      if (!layer.gated) {
-        second = row + kTile;
-        second_rows = second < end ? min_of(kTile, end - second) : 0;
-      }
-      load_bias(layer, layer.w13, group.expert, first, step, rows, first_bias);
-      load_bias(layer, layer.w13, group.expert, second, step, second_rows, second_bias);
-      const TilePair<W> weights(layer.w13, group.expert, first, rows, second, second_rows, step, 0,
-                                layer.hidden, buffer);
-      over_blocks<W>(weights, packed, steps, from, to, [&](int64_t block, Quarters& q) {
-        for (int64_t b = block; b < min_of(block + 2, to); ++b) {
-          auto& gate = q.value[0][b - block];
-          auto& up = q.value[1][b - block];
-          const int64_t pair = group.begin + b * kTile;
+  multiply_rows(
+      weights, packed, block_count(group), buffer,
+      [&](int64_t i, int64_t from, int64_t to, Result* results) {
+        const TilePair pair = pair_at(i);
+        const int64_t row = begin + i * unit;
+        load_bias(layer, layer.w13, group.expert, pair.first, step, pair.first_rows, first_bias);
+        load_bias(layer, layer.w13, group.expert, pair.second, step, pair.second_rows, second_bias);
+        for (int64_t block = from; block < to; ++block, ++results) {
+          auto& gate = results->value[0];
+          auto& up = results->value[1];
+          const int64_t token = block * kTile;
           const auto tokens =
-              static_cast<__mmask16>((1u << min_of(kTile, group.count - b * kTile)) - 1);
-          const V::F scale = layer.router_weight_on_input
-                                 ? _mm512_maskz_loadu_ps(tokens, work.pair_weight + pair)
-                                 : V::set(1.0f);
+              static_cast<__mmask16>((1u << min_of(kTile, group.count - token)) - 1);
+          const V::F scale =
+              layer.router_weight_on_input
+                  ? _mm512_maskz_loadu_ps(tokens, work.pair_weight + group.begin + token)
+                  : V::set(1.0f);
           for (int64_t r = 0; r < kTile; ++r) {
             const V::F a = V::fma(V::load(gate[r]), scale, V::set(first_bias[r]));
             const V::F c = V::fma(V::load(up[r]), scale, V::set(second_bias[r]));
             V::store(gate[r], layer.gated ? activate(layer, a, c) : activate_gate(layer, a));
             if (!layer.gated) V::store(up[r], activate_gate(layer, c));
           }
-          store_inner(work, group.packed + b, row, rows, gate);
-          if (!layer.gated && second_rows > 0) {
-            store_inner(work, group.packed + b, second, second_rows, up);
+          store_inner<W>(work, group, block, row, pair.first_rows, gate);
+          if (!layer.gated && pair.second_rows > 0) {
+            store_inner<W>(work, group, block, pair.second, pair.second_rows, up);
           }
         }
       });
-    }
-  }
 }
 
 // Adds 16 rows of one block, [row][token], to the tokens' sums.
@@ -168,36 +214,40 @@ void down_packed(const moe::Work& work, const moe::Group& group, int64_t begin, 
                  std::byte* buffer) {
   const moe::Layer& layer = *work.layer;
   const int64_t columns = work.inner_end - work.inner_begin;
-  const int64_t steps = tile_steps(columns);
-  const std::byte* packed = work.packed_inner + group.packed * steps * kTileBytes;
-  const int64_t blocks = (group.count + kTile - 1) / kTile;
-  const int64_t at_a_time = blocks_at_a_time(steps);
+  const auto pair_at = [&](int64_t i) -> TilePair {
+    const int64_t row = begin + i * 2 * kTile;
+    const int64_t second = row + kTile;
+    return {row, min_of(kTile, end - row), second, second < end ? min_of(kTile, end - second) : 0};
+  };
+  const Rows<W, decltype(pair_at)> weights{.matrix = layer.w2,
+                                           .expert = group.expert,
+                                           .step = 1,
+                                           .k_begin = work.inner_begin,
+                                           .columns = columns,
+                                           .pairs = (end - begin + 2 * kTile - 1) / (2 * kTile),
+                                           .pair_at = pair_at};
+  const std::byte* packed = work.packed_inner + group.packed * tile_steps(columns) * kTileBytes;
   [[maybe_unused]] const TileScope scope;
   alignas(64) float bias[2 * kTile] = {};
 
-  for (int64_t from = 0; from < blocks; from += at_a_time) {
-    const int64_t to = min_of(from + at_a_time, blocks);
-    for (int64_t row = begin; row < end; row += 2 * kTile) {
-      const int64_t rows = min_of(kTile, end - row);
-      const int64_t second = row + kTile;
-      const int64_t second_rows = second < end ? min_of(kTile, end - second) : 0;
-      if (work.inner_begin == 0) {
-        load_bias(layer, layer.w2, group.expert, row, 1, rows + second_rows, bias);
-      }
-      const TilePair<W> weights(layer.w2, group.expert, row, rows, second, second_rows, 1,
-                                work.inner_begin, columns, buffer);
-      over_blocks<W>(weights, packed, steps, from, to, [&](int64_t block, Quarters& q) {
-        for (int64_t b = block; b < min_of(block + 2, to); ++b) {
-          const int64_t pair = group.begin + b * kTile;
-          const int64_t tokens = min_of(kTile, group.count - b * kTile);
-          add_tile(work, pair, tokens, row, rows, bias, q.value[0][b - block]);
-          if (second_rows > 0) {
-            add_tile(work, pair, tokens, second, second_rows, bias + kTile, q.value[1][b - block]);
-          }
-        }
-      });
-    }
-  }
+  multiply_rows(weights, packed, block_count(group), buffer,
+                [&](int64_t i, int64_t from, int64_t to, const Result* results) {
+                  const TilePair pair = pair_at(i);
+                  if (work.inner_begin == 0) {
+                    load_bias(layer, layer.w2, group.expert, pair.first, 1,
+                              pair.first_rows + pair.second_rows, bias);
+                  }
+                  for (int64_t block = from; block < to; ++block, ++results) {
+                    const int64_t first_pair = group.begin + block * kTile;
+                    const int64_t tokens = min_of(kTile, group.count - block * kTile);
+                    add_tile(work, first_pair, tokens, pair.first, pair.first_rows, bias,
+                             results->value[0]);
+                    if (pair.second_rows > 0) {
+                      add_tile(work, first_pair, tokens, pair.second, pair.second_rows,
+                               bias + kTile, results->value[1]);
+                    }
+                  }
+                });
 }
 
 template <class Small, class W>
@@ -221,19 +271,15 @@ void down_either(const moe::Work& work, int64_t begin, int64_t end, std::byte* b
   round_sums(work, begin, end);
 }
 
-// Bytes a thread needs for two unpacked tiles of rows.
-inline int64_t buffer_bytes(const moe::Layer& layer) {
-  const int64_t columns = layer.hidden > layer.intermediate ? layer.hidden : layer.intermediate;
-  return 2 * kTile * tile_steps(columns) * 64;
-}
+inline int64_t buffer_bytes(const moe::Layer&) { return sizeof(Buffer); }
 
 template <class Small, class W>
 constexpr moe::Kernels kTileKernels{sizeof(typename Small::Operand),
                                     prepare<Small>,
                                     up_either<Small, W>,
                                     down_either<Small, W>,
-                                    kPackedTokens,
-                                    pack,
+                                    W::kPackedTokens,
+                                    pack<W>,
                                     buffer_bytes};
 
 }  // namespace

@@ -4,14 +4,14 @@
 #include "kernels/formats/fp8_pairs.h"
 // After the formats.
 #include "kernels/amx/body.h"
-#include "kernels/amx/sources.h"
+#include "kernels/amx/weights.h"
 
 namespace moe::amx {
 
 namespace {
 
 template <class Small, Format kFormat>
-constexpr const Kernels& kBytes = kTileKernels<Small, UnpackedTiles<Bytes<kFormat>>>;
+constexpr const Kernels& kBytes = kTileKernels<Small, ByteTiles<kFormat>>;
 
 }  // namespace
 

@@ -1,18 +1,27 @@
-// Operands for the tiles. Weights are the first operand, rows as they lie in memory, so that
-// nothing about them has to be rearranged. The tokens are then the second, packed: for every 16
-// tokens and 32 columns 1 KiB, [column pair][token][2] bf16. Columns past the end and missing
-// tokens are zero.
+// The tokens' side of the products. Weights are the first operand, rows of 32 columns (see
+// weights.h). The tokens are the second: for every 16 tokens and 32 columns a tile of 1 KiB,
+// [column pair][token][2] bf16. Columns past the end and missing tokens are zero. Formats may put
+// the 32 columns in another order than their own (W::column), the same on both sides.
 #pragma once
 
 #include "kernels/amx/tiles.h"
 
 namespace {
 
-constexpr int64_t kTile = 16;
-constexpr int64_t kTileColumns = 32;
-constexpr int64_t kTileBytes = 1024;
+// Products run over this many tiles of columns at a time: see body.h.
+constexpr int64_t kPanelSteps = 8;
 
 inline int64_t tile_steps(int64_t columns) { return (columns + kTileColumns - 1) / kTileColumns; }
+
+// Where the tile of a block of 16 tokens is in its group of `blocks`: panel after panel, so that
+// what is used together lies together.
+inline int64_t tile_offset(int64_t blocks, int64_t steps, int64_t block, int64_t step) {
+  const int64_t panel = step / kPanelSteps * kPanelSteps;
+  const int64_t width = steps - panel < kPanelSteps ? steps - panel : kPanelSteps;
+  return (panel * blocks + block * width + step - panel) * kTileBytes;
+}
+
+inline int64_t block_count(const moe::Group& group) { return (group.count + kTile - 1) / kTile; }
 
 // Two vectors of floats to bf16 pairs: a in the low halves, b in the high ones.
 inline __m512i bf16_pairs(__m512 a, __m512 b) {
@@ -63,58 +72,66 @@ inline __m512i load_columns(const Element* row, int64_t count) {
   return to_bf16_columns(buffer);
 }
 
-template <class Element>
+template <class W, class Element>
 inline void pack_tokens(const Element* source, const int32_t* tokens, int64_t count, int64_t width,
-                        std::byte* to) {
-  for (int64_t k = 0; k < width; k += kTileColumns) {
+                        int64_t blocks, int64_t block, std::byte* packed) {
+  const int64_t steps = tile_steps(width);
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t k = step * kTileColumns;
     const int64_t columns = width - k < kTileColumns ? width - k : kTileColumns;
     __m512i rows[16];
     for (int64_t i = 0; i < kTile; ++i) {
-      rows[i] = i < count ? load_columns(source + tokens[i] * width + k, columns)
-                          : _mm512_setzero_si512();
+      rows[i] = i < count
+                    ? W::arrange_columns(load_columns(source + tokens[i] * width + k, columns))
+                    : _mm512_setzero_si512();
     }
     transpose(rows);
+    std::byte* to = packed + tile_offset(blocks, steps, block, step);
     for (int64_t i = 0; i < kTile; ++i) _mm512_store_si512(to + i * 64, rows[i]);
-    to += kTileBytes;
   }
 }
 
 // Block `block` of 16 tokens of a packed group, from the input rows.
+template <class W>
 void pack(const moe::Work& work, const moe::Group& group, int64_t block) {
   const moe::Layer& layer = *work.layer;
   const int64_t first = block * kTile;
   const int64_t count = group.count - first < kTile ? group.count - first : kTile;
   const int32_t* tokens = work.pair_token + group.begin + first;
-  std::byte* to = work.packed_x + (group.packed + block) * tile_steps(layer.hidden) * kTileBytes;
+  std::byte* packed = work.packed_x + group.packed * tile_steps(layer.hidden) * kTileBytes;
+  const auto pack_from = [&](const auto* source) {
+    pack_tokens<W>(source, tokens, count, layer.hidden, block_count(group), block, packed);
+  };
   switch (layer.dtype) {
     case moe::Dtype::kFp32:
-      return pack_tokens(static_cast<const float*>(work.source), tokens, count, layer.hidden, to);
+      return pack_from(static_cast<const float*>(work.source));
     case moe::Dtype::kFp16:
-      return pack_tokens(static_cast<const moe::Fp16*>(work.source), tokens, count, layer.hidden,
-                         to);
+      return pack_from(static_cast<const moe::Fp16*>(work.source));
     case moe::Dtype::kBf16:
-      return pack_tokens(static_cast<const moe::Bf16*>(work.source), tokens, count, layer.hidden,
-                         to);
+      return pack_from(static_cast<const moe::Bf16*>(work.source));
   }
 }
 
-// `count` weight rows from `first`, `step` apart, over columns [k, k + columns), as bf16 in `to`,
-// [16][stride bytes]: missing rows and columns zero.
+// 16 activated rows of one block to its packed inner rows. `value` is [row][token].
 template <class W>
-inline void unpack_rows(const moe::Matrix& matrix, int64_t expert, int64_t first, int64_t step,
-                        int64_t count, int64_t k, int64_t columns, std::byte* to, int64_t stride) {
-  constexpr int64_t kAheadBytes = 2048;
-  for (int64_t r = 0; r < kTile; ++r) {
-    std::byte* at = to + r * stride;
-    if (r >= count) {
-      __builtin_memset(at, 0, static_cast<size_t>(stride));
-      continue;
-    }
-    const auto row = W::row(matrix, expert, first + r * step, k);
-    for (int64_t c = 0; c < columns; c += kTileColumns, at += 64) {
-      const int64_t left = columns - c;
-      __builtin_prefetch(W::address(row, c) + kAheadBytes);
-      _mm512_store_si512(at, W::load_bf16(row, c, left < kTileColumns ? left : kTileColumns));
+inline void store_inner(const moe::Work& work, const moe::Group& group, int64_t block, int64_t row,
+                        int64_t rows, const float (&value)[kTile][kTile]) {
+  const int64_t steps = tile_steps(work.inner_end - work.inner_begin);
+  const int64_t column = row - work.inner_begin;
+  std::byte* tile = work.packed_inner + group.packed * steps * kTileBytes +
+                    tile_offset(block_count(group), steps, block, column / kTileColumns);
+  const int64_t half = column % kTileColumns / kTile;
+  // The tile's second half too, where the rows end in its first.
+  const bool last = half == 0 && row + rows == work.inner_end;
+  for (int64_t pair = 0; pair < kTile; ++pair) {
+    const int64_t even = W::column(2 * pair);
+    const int64_t odd = W::column(2 * pair + 1);
+    const auto at = [&](int64_t c) {
+      return c / kTile == half && c % kTile < rows ? _mm512_load_ps(value[c % kTile])
+                                                   : _mm512_setzero_ps();
+    };
+    if (even / kTile == half || last) {
+      _mm512_store_si512(tile + pair * 64, bf16_pairs(at(even), at(odd)));
     }
   }
 }

@@ -4,7 +4,7 @@
 #include "kernels/formats/bf16_pairs.h"
 // After the formats.
 #include "kernels/amx/body.h"
-#include "kernels/amx/sources.h"
+#include "kernels/amx/weights.h"
 
 namespace moe::amx {
 

@@ -76,63 +76,91 @@ struct TileScope {
 
 #endif
 
-// One operand on the weights' side: 16 rows, `stride` bytes apart, 32 bf16 of each at a time.
-struct TileRows {
-  const std::byte* base;
-  int64_t stride;
+constexpr int64_t kTile = 16;  // rows and columns of a result
+constexpr int64_t kTileColumns = 32;
+constexpr int64_t kTileBytes = 1024;
+
+// The result for two tiles of weight rows and one of tokens: [row tile][row][token].
+struct Result {
+  alignas(64) float value[2][kTile][kTile];
 };
 
-// The result of a multiplication: 32 weight rows by 32 tokens, rows contiguous, in 16x16 quarters.
-struct Quarters {
-  alignas(64) float value[2][2][16][16];  // [row tile][token tile][row][token]
-};
-
-// The weight rows that are needed next, as they lie in memory, and which of their cache lines to
-// fetch now: `line`, `line + every`, ... Fetched all at once they would come no faster than memory
-// gives them, and the tiles would wait.
-struct Ahead {
-  TileRows first;
-  TileRows second;
-  int64_t lines;  // of a row; 0: nothing to fetch
-  int64_t line;
-  int64_t every;
-};
-
-// Weights a0 and a1 by packed tokens b0 and b1 (see pack.h) over `steps` times 32 columns.
-// Four products share four loads.
-inline void multiply(const TileRows& a0, const TileRows& a1, const std::byte* b0,
-                     const std::byte* b1, int64_t steps, const Ahead& ahead, Quarters& out) {
-  // GCC's tileloadd does not say that it reads memory: whatever was written there has to be by now.
-  __asm__ volatile("" ::: "memory");
-  MOE_TILE_ZERO(0);
-  MOE_TILE_ZERO(1);
-  MOE_TILE_ZERO(2);
-  MOE_TILE_ZERO(3);
-  int64_t next = ahead.line;
-  for (int64_t k = 0; k < steps; ++k) {
-    const std::byte* w0 = a0.base + k * 64;
-    const std::byte* w1 = a1.base + k * 64;
-    MOE_TILE_LOAD(4, w0, a0.stride);
-    MOE_TILE_LOAD(6, b0 + k * 1024, 64);
-    MOE_TILE_MULTIPLY(0, 4, 6);
-    MOE_TILE_LOAD(7, b1 + k * 1024, 64);
-    MOE_TILE_MULTIPLY(1, 4, 7);
-    MOE_TILE_LOAD(5, w1, a1.stride);
-    MOE_TILE_MULTIPLY(2, 5, 6);
-    MOE_TILE_MULTIPLY(3, 5, 7);
-    if (k == next && next < ahead.lines) {
-      // Into L2: the next rows are 16 pages on, and L1 has no room for them all.
-      for (int r = 0; r < 16; ++r) {
-        __builtin_prefetch(ahead.first.base + next * 64 + r * ahead.first.stride, 0, 2);
-        __builtin_prefetch(ahead.second.base + next * 64 + r * ahead.second.stride, 0, 2);
-      }
-      next += ahead.every;
+// The weights that are needed next, as they lie in memory: 2 x 16 rows of some cache lines. They
+// are fetched a few at each of `turns`, a row unpacked or a step of products: all at once they
+// would come no faster than memory gives them, and memory would rest afterwards.
+class Ahead {
+ public:
+  Ahead(const std::byte* first, const std::byte* second, int64_t stride, int64_t row_bytes,
+        int64_t turns)
+      : row_(first), second_(second), stride_(stride), row_bytes_(row_bytes), at_(first) {
+    const int64_t lines = 2 * kTile * ((row_bytes + 63) / 64);
+    lines_a_turn_ = (lines + turns - 1) / turns;
+  }
+  void fetch() {
+    for (int64_t i = 0; i < lines_a_turn_ && rows_left_ > 0; ++i) {
+      // Into L2: L1 is full of what is being multiplied.
+      __builtin_prefetch(at_, 0, 2);
+      at_ += 64;
+      if (at_ < row_ + row_bytes_) continue;
+      --rows_left_;
+      row_ = rows_left_ == kTile ? second_ : row_ + stride_;
+      at_ = row_;
     }
   }
-  MOE_TILE_STORE(0, out.value[0][0], 64);
-  MOE_TILE_STORE(1, out.value[0][1], 64);
-  MOE_TILE_STORE(2, out.value[1][0], 64);
-  MOE_TILE_STORE(3, out.value[1][1], 64);
+
+ private:
+  const std::byte* row_;
+  const std::byte* second_;
+  int64_t stride_;
+  int64_t row_bytes_;
+  int64_t lines_a_turn_;
+  const std::byte* at_;
+  int64_t rows_left_ = 2 * kTile;
+};
+
+// Adds to the results of kTokenTiles tiles of tokens (1 or 2) the products of two row tiles, `a0`
+// and `a1`, with the packed tokens `b0` and `b1` over `steps` times 32 columns; or begins them.
+// Two by two, four products share four loads.
+template <int kTokenTiles>
+inline void multiply(const std::byte* a0, const std::byte* a1, const std::byte* b0,
+                     const std::byte* b1, int64_t steps, bool begin, Result* results,
+                     Ahead& ahead) {
+  Ahead next = ahead;  // a copy stays in registers
+  // GCC's tileloadd does not say that it reads memory: whatever was written there has to be by now.
+  __asm__ volatile("" ::: "memory");
+  if (begin) {
+    MOE_TILE_ZERO(0);
+    MOE_TILE_ZERO(1);
+    MOE_TILE_ZERO(2);
+    MOE_TILE_ZERO(3);
+  } else {
+    MOE_TILE_LOAD(0, results[0].value[0], 64);
+    MOE_TILE_LOAD(2, results[0].value[1], 64);
+    if constexpr (kTokenTiles == 2) {
+      MOE_TILE_LOAD(1, results[1].value[0], 64);
+      MOE_TILE_LOAD(3, results[1].value[1], 64);
+    }
+  }
+  for (int64_t k = 0; k < steps * kTileBytes; k += kTileBytes) {
+    MOE_TILE_LOAD(4, a0 + k, 64);
+    MOE_TILE_LOAD(6, b0 + k, 64);
+    MOE_TILE_MULTIPLY(0, 4, 6);
+    MOE_TILE_LOAD(5, a1 + k, 64);
+    MOE_TILE_MULTIPLY(2, 5, 6);
+    if constexpr (kTokenTiles == 2) {
+      MOE_TILE_LOAD(7, b1 + k, 64);
+      MOE_TILE_MULTIPLY(1, 4, 7);
+      MOE_TILE_MULTIPLY(3, 5, 7);
+    }
+    next.fetch();
+  }
+  ahead = next;
+  MOE_TILE_STORE(0, results[0].value[0], 64);
+  MOE_TILE_STORE(2, results[0].value[1], 64);
+  if constexpr (kTokenTiles == 2) {
+    MOE_TILE_STORE(1, results[1].value[0], 64);
+    MOE_TILE_STORE(3, results[1].value[1], 64);
+  }
 }
 
 }  // namespace

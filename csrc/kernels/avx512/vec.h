@@ -27,7 +27,12 @@ struct V {
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
-  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  // By a reciprocal and one Newton step, to 2 ulp: Intel's cores divide a vector in 16 cycles,
+  // which for an activation is as long as all the rest of it.
+  static F div(F a, F b) {
+    const F r = _mm512_rcp14_ps(b);
+    return mul(a, mul(r, _mm512_fnmadd_ps(b, r, set(2.0f))));
+  }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }

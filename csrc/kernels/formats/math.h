@@ -14,7 +14,9 @@ inline const std::byte* weight_row(const moe::Matrix& m, int64_t expert, int64_t
 
 inline const std::byte* scale_row(const moe::Matrix& m, int64_t expert, int64_t index) {
   const int64_t part = index >= m.part_rows ? 1 : 0;
-  const int64_t block = (index - part * m.part_rows) / m.scale_block_rows;
+  int64_t block = index - part * m.part_rows;
+  // Asked, because a division takes longer than unpacking a short row.
+  if (m.scale_block_rows > 1) block /= m.scale_block_rows;
   return m.scale + expert * m.scale_expert_bytes +
          (part * m.scale_part_rows + block) * m.scale_row_bytes;
 }
@@ -42,7 +44,6 @@ struct PairMath {
   using Operand = float;
   using Weights = V::Pair;
   static constexpr int64_t kStep = 2 * V::kWidth;
-  static constexpr bool kDeinterleaved = false;
   static void arrange(float*) {}
   static V::Pair load_operand(const float* x) { return {V::load(x), V::load(x + V::kWidth)}; }
   static V::F multiply_add(V::Pair weights, V::Pair x, V::F sum) {
@@ -54,7 +55,6 @@ struct PairMath {
 // Two weights a byte: the low nibbles, which have even k, are one vector, the high nibbles the
 // other. Operands are stored in that order, so that unpacking shuffles nothing.
 struct NibbleMath : PairMath {
-  static constexpr bool kDeinterleaved = true;
   static void arrange(float* x) {
     const V::Pair halves = V::deinterleave({V::load(x), V::load(x + V::kWidth)});
     V::store(x, halves.a);

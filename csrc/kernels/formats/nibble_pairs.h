@@ -34,8 +34,17 @@ constexpr CodeTable e2m1_table() {
 // Permutations read five bits. The tables of four bits are there twice, so that what is above a
 // nibble need not be masked.
 constexpr CodeTable kE2m1Table = e2m1_table();
-constexpr CodeTable kInt4Table = integer_table(-8, 16);
-// q - zero at q + kZeroBias - zero.
+// q - zero, for each zero point.
+struct Int4Tables {
+  CodeTable of_zero[16];
+};
+constexpr Int4Tables int4_tables() {
+  Int4Tables tables{};
+  for (int zero = 0; zero < 16; ++zero) tables.of_zero[zero] = integer_table(-zero, 16);
+  return tables;
+}
+constexpr Int4Tables kInt4Tables = int4_tables();
+// q - zero at q + kZeroBias - zero, for zero points that differ within a vector.
 constexpr int kZeroBias = 15;
 constexpr CodeTable kInt4ZerosTable = integer_table(-kZeroBias, 32);
 
@@ -86,7 +95,11 @@ struct Int4Pairs : NibblePairs {
     const __m128i codes = _mm_maskz_loadu_epi16(there, row.scale + group * 2);
     const __m512 scale =
         (__m512)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, each, _mm512_castsi128_si512(codes));
-    if (row.zero == nullptr) return NibblePairs::decode(kInt4Table, words, scale);
+    if (row.zero == nullptr) return NibblePairs::decode(kInt4Tables.of_zero[8], words, scale);
+    if (int64_t{1} << row.shift >= kStep) {
+      const int zero = static_cast<int>(row.zero[group]) >> row.zero_bits & 0xf;
+      return NibblePairs::decode(kInt4Tables.of_zero[zero], words, scale);
+    }
     const __m128i bytes = _mm_cvtepu8_epi16(_mm_maskz_loadu_epi8(there, row.zero + group));
     const __m128i zeros =
         _mm_and_si128(_mm_srl_epi16(bytes, _mm_cvtsi64_si128(row.zero_bits)), _mm_set1_epi16(0xf));

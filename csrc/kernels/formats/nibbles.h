@@ -114,11 +114,13 @@ struct Nvfp4 : Nibbles {
     return decode(row, tail(row, k, count, buffer), k, count);
   }
 
- private:
+ protected:
   static float scale(const Row& row, int64_t k) {
     const auto code = static_cast<uint8_t>(row.scale[k >> 4]);
     return V::e4m3_to_float(code) * row.global;
   }
+
+ private:
   [[gnu::always_inline]] static V::Pair decode(const Row& row, const uint8_t* weights, int64_t k,
                                                int64_t count) {
     const V::Pair values = V::load_e2m1(weights);

@@ -28,6 +28,9 @@ ROWS = (1, 2, 4, 16, 64, 256, 1024)
 TOP_K = 8
 REPEATS = 7
 
+# What `CpuExpertEngine.phase_seconds` tells of a call; the rest of it is overhead.
+PHASES = ("prepare_ms", "up_ms", "down_ms")
+
 # What rows of other benchmarks have and this one's leave open.
 _OPEN = dict.fromkeys(
     (
@@ -68,8 +71,9 @@ def bench_cpu(
 
     Returns:
         One row for each figure: a median, with `min` and `max` beside it, and `threads` besides
-        the keys of all benchmarks. The ceilings come first, as contestant ``floor``: read
-        bandwidth, and AMX's peak where the instruction set is AMX.
+        the keys of all benchmarks; of the engine also the phases of a call (`PHASES`). The ceilings
+        come first, as contestant ``floor``: read bandwidth, and AMX's peak where the instruction
+        set is AMX.
 
     Raises:
         ValueError: An instruction set or thread count this host lacks, or `gib` too small for a
@@ -131,13 +135,16 @@ def _bench_engine(
                 x = torch.randn(count, hidden).to(spec.activation_dtype)
                 weights = torch.rand(count, TOP_K)
                 out = torch.empty(count, hidden)
-                times = []
+                times, phases = [], []
                 for first in itertools.islice(turn, REPEATS + 1):
                     ids = (torch.arange(first, first + TOP_K) % experts).int().repeat(count, 1)
                     start = time.perf_counter()
                     plan.run(x, ids, weights, out)
                     times.append(time.perf_counter() - start)
-                _add_times(add, "cpu", spec, count, times[1:], who)
+                    phases.append([1e3 * seconds for seconds in engine.phase_seconds])
+                figure = _add_times(add, "cpu", spec, count, times[1:], who)
+                for phase, milliseconds in zip(PHASES, zip(*phases[1:], strict=True), strict=True):
+                    add(metric=phase, unit="ms", **figure, **_median(milliseconds))
 
 
 def _bench_torch(
@@ -181,7 +188,7 @@ def _add_times(
     rows: int,
     times: list[float],
     who: Row,
-) -> None:
+) -> Row:
     figure = {
         "contestant": contestant,
         "model": f"{spec.hidden}x{spec.intermediate}",
@@ -195,9 +202,10 @@ def _add_times(
     add(metric="weight_gb_per_s", unit="GB/s", **figure, **_median(rates))
     rates = [teraflop / seconds for seconds in times]
     add(metric="tflop_per_s", unit="TFLOP/s", **figure, **_median(rates))
+    return figure
 
 
-def _median(values: list[float]) -> Row:
+def _median(values: Sequence[float]) -> Row:
     return {
         "value": statistics.median(values),
         "min": min(values),
@@ -261,9 +269,9 @@ def format_table(result: list[Row]) -> str:
     for (threads, metric), value in ceilings.items():
         what = "GB/s of memory read" if metric == "read_gb_per_s" else "TFLOP/s of AMX bf16 tiles"
         lines.append(f"{threads} threads: {value:.2f} {what}")
-    layout = "{:>10} {:>12} {:>12} {:>7} {:>5} {:>8} {:>8} {:>8} {:>8}"
+    layout = "{:>10} {:>12} {:>12} {:>7} {:>5} {:>8} {:>8} {:>8} {:>8}" + " {:>10}" * len(PHASES)
     heads = ("expert", "format", "who", "threads", "rows", "GB/s", "of read", "TFLOP/s", "of AMX")
-    lines += ["", layout.format(*heads)]
+    lines += ["", layout.format(*heads, *PHASES)]
     figures: dict[tuple[Any, ...], dict[str, float | None]] = {}
     for row in result:
         if row["contestant"] != "floor":
@@ -280,5 +288,8 @@ def format_table(result: list[Row]) -> str:
             most = ceilings.get((place[3], ceiling))
             cells.append("-" if rate is None else f"{rate:.{digits}f}")
             cells.append("" if rate is None or most is None else f"{rate / most:.0%}")
+        for phase in PHASES:
+            milliseconds = figure.get(phase)
+            cells.append("" if milliseconds is None else f"{milliseconds:.3f}")
         lines.append(layout.format(*place, *cells))
     return "\n".join(lines)

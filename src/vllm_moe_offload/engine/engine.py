@@ -122,6 +122,14 @@ class CpuExpertEngine:
         rate = self._open().tile_multiply_adds(4_000_000)
         return 2 * rate / 1e12 if rate else None
 
+    @property
+    def phase_seconds(self) -> tuple[float, float, float]:
+        """Seconds of the last call: the tokens' operands; w13 and the activation; w2 and the sums.
+
+        The first is 0 where it was too little to be shared out.
+        """
+        return self._open().phase_seconds
+
     def close(self) -> None:
         """Closes doorbells, ends the threads no other engine shares, frees scratch and plans.
 
