@@ -70,8 +70,8 @@ def test_ours_has_the_slots_and_the_mode() -> None:
 
 
 def test_what_does_not_exist_says_what_does() -> None:
-    with pytest.raises(ValueError, match="'hybrid' is not built yet"):
-        make("hybrid", QWEN, 26)
+    with pytest.raises(ValueError, match="'stream' is not built yet"):
+        make("stream", QWEN, 26)
     with pytest.raises(ValueError, match=r"unknown contestant 'tgi'; what exists: auto, .*uva"):
         make("tgi", QWEN, 26)
 

@@ -111,10 +111,10 @@ class CapturedLayer:
         step = self.step
         num_waves = self.num_waves(len(x))
         step.launch(topk_ids, topk_weights, num_waves)
-        if self._cpu is not None:
-            self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
         first = int(step.hits_apart)
         self._launch_fetch(first)
+        if self._cpu is not None:
+            self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
         if num_waves == 1:
             self._side.join()
             # Not summed with another wave, and so not copied.

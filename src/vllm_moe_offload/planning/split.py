@@ -37,5 +37,7 @@ def fetch_limits(
     seconds[left < 0] = np.inf
     if most is not None:
         seconds[:, most + 1 :] = np.inf
-    limits: npt.NDArray[np.int64] = num_experts - np.argmin(seconds[:, ::-1], axis=1)
+    # Rounding may not decide between those that end together.
+    is_soonest = seconds <= seconds.min(axis=1, keepdims=True) * (1 + 1e-9)
+    limits: npt.NDArray[np.int64] = num_experts - np.argmax(is_soonest[:, ::-1], axis=1)
     return limits

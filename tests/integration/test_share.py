@@ -1,0 +1,101 @@
+"""How the measured rates reach the layers, and what the settings make of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+pytest.importorskip("triton")
+
+from vllm_moe_offload import ConfigError
+from vllm_moe_offload.config import OffloadConfig
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.integration import share as module
+from vllm_moe_offload.integration.share import CpuShare
+from vllm_moe_offload.planning import LaneRates
+
+RATES = LaneRates(fetch=50e9, cpu=100e9, fetch_beside_cpu=50e9, cpu_beside_fetch=100e9)
+CPU = torch.device("cpu")
+
+
+class Layer:
+    """As much of an OffloadedLayer as measuring looks at."""
+
+    def __init__(self, num_slots: int, num_experts: int, host_bytes: int) -> None:
+        self.num_slots, self.num_experts, self.host_bytes = num_slots, num_experts, host_bytes
+        self.invalidated = False
+        self.limits: Any = None
+        self.captured = SimpleNamespace(
+            fetch=object(),
+            step=SimpleNamespace(num_slots=num_slots, num_experts=num_experts),
+            split=lambda limits: setattr(self, "limits", limits),
+        )
+
+    def invalidate(self) -> None:
+        self.invalidated = True
+
+
+def made(engine: CpuExpertEngine, **settings: Any) -> CpuShare:
+    return CpuShare(OffloadConfig.parse(settings), engine, CPU)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hybrid"])
+def test_the_largest_layer_is_measured_and_all_are_split_by_it(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "measure_rates", lambda *a: asked.append(a) or RATES)
+    layers = {"a": Layer(4, 8, 10), "b": Layer(2, 12, 30), "all": Layer(8, 8, 99)}
+    lanes = {name: SimpleNamespace(plan=f"plan of {name}") for name in layers}
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode=mode)
+        np.testing.assert_array_equal(share.limits(8), np.arange(9) // 2)
+        share.measure(layers, lanes)  # type: ignore[arg-type]
+        share.close()
+    assert asked == [(layers["b"].captured.fetch, 2, "plan of b", CPU)]
+    assert [layer.invalidated for layer in layers.values()] == [False, True, False]
+    assert layers["a"].limits.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert len(layers["b"].limits) == 13
+    assert layers["all"].limits is None, "it has no misses"
+
+
+def test_a_limit_on_the_experts_fetched_is_kept() -> None:
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="hybrid", update_expert_num=2)
+        share.rates = RATES
+        assert share.limits(12).max() == 2
+        share.close()
+
+
+def test_no_more_than_the_models_top_k_may_enter() -> None:
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="hybrid", cache_topk=4)
+        assert share.cache_topk("layer", 4) == 4
+        with pytest.raises(ConfigError, match=r"cache_topk=4, but layer routes.*to 2 experts"):
+            share.cache_topk("layer", 2)
+        assert made(engine, mode="auto").cache_topk("layer", 2) is None
+
+
+def test_where_every_miss_is_fetched_there_is_no_lane() -> None:
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="cache")
+        assert share.request("layer", None) is None  # type: ignore[arg-type]
+        share.measure({"a": Layer(4, 8, 10)}, {})  # type: ignore[dict-item]
+        share.wake()
+        share.check()
+        share.close()
+        assert share.rates is None
+
+
+def test_a_lane_is_closed_once() -> None:
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="cpu")
+        share.wake()
+        share.check()
+        share.close()
+        share.close()
