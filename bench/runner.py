@@ -171,7 +171,7 @@ class Session:
         self._ends = time.monotonic() + options.deadline
         self.options = options
         self.folder = folder
-        self.run = Run.here(bench, options.commit)
+        self.run = Run.here(bench, options.commit, len(self.cpus(0)))
         self.model = self._model()
         self.shape = models.Shape.of(self.model, options.dtype)
         if options.slots is not None and not 1 <= options.slots <= self.shape.experts:
