@@ -83,8 +83,8 @@ class Doorbell::Service {
   // Whether the service thread has ended, waiting for it up to `timeout`; if not, that is a
   // failure.
   bool ended();
-  // Answers every outstanding request with kFailed.
-  void refuse();
+  // Answers every outstanding request with kFailed; the first one's mailbox, or kNone.
+  int64_t refuse();
 
   std::string error() const;
   std::vector<Stats> stats() const;
@@ -120,6 +120,8 @@ class Doorbell::Service {
   int64_t outstanding() const;
   void fail(int64_t index, const std::string& cause);
   void fail_locked(int64_t index, const std::string& cause);
+  // Of a failure while nothing was asked: the layer that asks first after it.
+  void name_locked(int64_t index);
 
   const std::shared_ptr<Engine> engine_;
   uint32_t* const requests_;
@@ -140,7 +142,8 @@ class Doorbell::Service {
   std::condition_variable work_;   // for the service thread
   std::condition_variable alarm_;  // for the watchdog, and for `ended`
   std::string error_;
-  bool at_work_ = false;  // the service thread is
+  bool is_layer_named_ = false;  // in error_
+  bool at_work_ = false;         // the service thread is
 };
 
 int64_t Doorbell::Service::add(std::string layer, int64_t max_tokens, Compute compute) {
@@ -285,7 +288,7 @@ void Doorbell::Service::watch() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_.load()) {
     if (failed_.load()) {
-      refuse();
+      name_locked(refuse());
       alarm_.wait_for(lock, kRefuse, [this] { return stop_.load(); });
       continue;
     }
@@ -301,13 +304,17 @@ void Doorbell::Service::watch() {
   }
 }
 
-void Doorbell::Service::refuse() {
-  if (const int64_t serving = serving_.exchange(kNone); serving != kNone) {
-    answer(serving, kFailed);
-  }
+int64_t Doorbell::Service::refuse() {
+  int64_t first = kNone;
+  const auto fail = [&](int64_t index) {
+    answer(index, kFailed);
+    if (first == kNone) first = index;
+  };
+  if (const int64_t serving = serving_.exchange(kNone); serving != kNone) fail(serving);
   for (int64_t i = 0; i < count(); ++i) {
-    if (request(i).exchange(kIdle, std::memory_order_acquire) != kIdle) answer(i, kFailed);
+    if (request(i).exchange(kIdle, std::memory_order_acquire) != kIdle) fail(i);
   }
+  return first;
 }
 
 bool Doorbell::Service::ended() {
@@ -328,8 +335,15 @@ void Doorbell::Service::fail_locked(int64_t index, const std::string& cause) {
   if (!error_.empty()) return;
   const std::string whose = index == kNone ? "" : " of " + slots_[static_cast<size_t>(index)].layer;
   error_ = "the CPU lane" + whose + " failed: " + cause;
+  is_layer_named_ = index != kNone;
   failed_.store(true);
   alarm_.notify_all();
+}
+
+void Doorbell::Service::name_locked(int64_t index) {
+  if (index == kNone || is_layer_named_) return;
+  error_ += "; " + slots_[static_cast<size_t>(index)].layer + " was the next to ask";
+  is_layer_named_ = true;
 }
 
 std::string Doorbell::Service::error() const {

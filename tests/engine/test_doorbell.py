@@ -263,7 +263,7 @@ def test_the_end_of_its_thread_ends_it(engine: CpuExpertEngine, generator: torch
     for layer in layers:
         layer.write(batch_of(layer, generator))
         layer.ring()
-    expect_failed(doorbell, layers, "the service thread ended")
+    expect_failed(doorbell, layers, "the service thread ended; layers.", "was the next to ask")
 
 
 def test_stop_answers_what_is_outstanding(

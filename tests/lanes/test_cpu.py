@@ -208,7 +208,7 @@ def test_the_end_of_the_service_fails(engine: CpuExpertEngine, generator: torch.
     model = Model(engine, 4)
     everyone_asks(model, generator)
     end_service_thread()
-    expect_failed(model, 0, "the service thread ended")
+    expect_failed(model, 0, "the service thread ended; layers.0 was the next to ask")
 
 
 @marked
