@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -296,15 +297,22 @@ def test_an_idle_doorbell_burns_no_core(
     layers[0].ring()
     assert layers[0].wait() == DONE
     time.sleep(1.2)
-    before = time.process_time()
+    before = seconds_of_threads("moe-")
     time.sleep(3)
-    used = (time.process_time() - before) / 3
+    used = (seconds_of_threads("moe-") - before) / 3
     print(f"idle: {used:.2%} of a core")
-    assert used < 0.02  # 0.7% on a busy virtual machine; 3% if it looked each millisecond
-    begin = time.monotonic()
+    assert 0 < used < 0.02  # 0.7% on a busy virtual machine; 3% if it looked each millisecond
     layers[0].ring()
     assert layers[0].wait() == DONE
-    assert time.monotonic() - begin < 0.2
+
+
+def seconds_of_threads(prefix: str) -> float:
+    """On a processor, of this process's threads whose names begin so: others have other work."""
+    nanoseconds = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith(prefix):
+            nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def test_round_trip(generator: torch.Generator) -> None:
