@@ -16,27 +16,42 @@ from typing import Any
 from bench import report_cpu
 from bench.common import Row, problems
 
+_HEAD = """# Benchmarks
+
+Made by `python -m bench.report` from the files in [bench/results](../bench/results). Medians; in
+brackets the floor's share, the floor being a lower bound from rates measured in the same run
+([design](design.md), section 1). Figures of different runs are not to be compared: machines differ.
+A dash is a figure that was not reached, and why stands below.
+
+"""
 TITLES = {
     "step_ms": "Decode, ms a step",
     "ttft_ms": "Prefill, ms to the first token",
     "load_s": "Loading, s",
+    "step_us": "What a step decides, us a layer",
+    "doorbell_us": "Asking the CPU for nothing that takes time, us a layer",
+    "doorbell_idle_us": "Not asking the CPU, us a layer",
+    "fetch_gb_per_s": "Fetching experts by a kernel, GB/s",
+    "layer_us": "An offloaded layer of a captured step, us",
 }
 
 
 def table(rows: Sequence[Row], metric: str) -> str:
-    """Markdown: contestants down, what was measured across, ``value (floor / value)``."""
+    """Markdown: contestants down, what was measured across, ``value (floor / value)``.
+
+    A last column for the GPU memory of the experts, where that was measured.
+    """
     mine = [row for row in rows if row["metric"] == metric]
     columns = list(dict.fromkeys(_column(row) for row in mine))
     names = list(dict.fromkeys(row["contestant"] for row in mine))
     cells = {(row["contestant"], _column(row)): row for row in mine}
     beside = _beside(rows)
-    lines = [
-        "| | " + " | ".join(columns) + " | GPU GiB for experts |",
-        "|" + "---|" * (len(columns) + 2),
-    ]
+    titles = [*columns, *(["GPU GiB for experts"] if beside else [])]
+    lines = ["| | " + " | ".join(titles) + " |", "|" + "---|" * (len(titles) + 1)]
     for name in names:
         figures = [_figure(cells, name, column) for column in columns]
-        lines.append(f"| {name} | " + " | ".join(figures) + f" | {beside.get(name, '')} |")
+        figures += [beside.get(name, "")] if beside else []
+        lines.append(f"| {name} | " + " | ".join(figures) + " |")
     return "\n".join(lines) + "\n" + _notes(mine)
 
 
@@ -137,8 +152,8 @@ def _figure(cells: dict[tuple[str, str], Row], name: str, column: str) -> str:
     if row["value"] is None:
         return "-"
     text = f"{row['value']:.3g}" if row["value"] < 100 else f"{row['value']:.0f}"
-    if floor is None or floor["value"] is None or name == "floor":
-        return text
+    if floor is None or floor["value"] is None or name in ("floor", "vllm-gpu"):
+        return text  # the floor is that of experts that are not all on the GPU
     return f"{text} ({100 * floor['value'] / row['value']:.0f} %)"
 
 
@@ -175,7 +190,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="markdown file; default: printed")
     parser.add_argument("--pictures", type=Path, help="folder for a PNG of each table")
     options = parser.parse_args()
-    text = "# Benchmarks\n\n" + sections(options.files)
+    text = _HEAD + sections(options.files)
     if options.out:
         options.out.write_text(text)
     else:
