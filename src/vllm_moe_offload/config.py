@@ -60,16 +60,17 @@ class OffloadConfig(BaseModel):
     cache_topk: int | Auto = Field(
         default="auto",
         description="In the modes auto and hybrid: a missing expert is fetched only if it is among "
-        "so many heaviest experts of some token; auto: any is, as the measured rates say.",
+        "so many heaviest experts of some token; auto: any may be. In steps of up to 64 rows.",
     )
     update_expert_num: int | Auto = Field(
         default="auto",
         description="In the modes auto and hybrid: at most so many experts are fetched a layer a "
-        "step; auto: as many as the measured rates say.",
+        "step; auto: as many as the measured rates say. In steps of up to 64 rows.",
     )
     cpu_threads: int | Auto = Field(
         default="auto",
-        description="Threads of the CPU expert engine; auto: one a physical core of the process.",
+        description="Threads of the CPU expert engine; auto: one a physical core of the process, "
+        "less one for vLLM itself where there are four or more.",
     )
 
     @model_validator(mode="before")

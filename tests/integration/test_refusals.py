@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm_moe_offload import UnsupportedError
 from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.integration import refusals
-from vllm_moe_offload.integration.compat import check_version
+from vllm_moe_offload.integration.compat import check_version, loses_errors_of_outputs
 
 
 def config(**changes: Any) -> Any:
@@ -28,6 +28,8 @@ def config(**changes: Any) -> Any:
         "offload_config.uva.cpu_offload_gb": 0,
         "offload_config.prefetch.offload_group_size": 0,
         "lora_config": None,
+        "scheduler_config.async_scheduling": False,
+        "parallel_config.distributed_executor_backend": "uni",
     }
     unknown = set(changes) - {name.replace(".", "__") for name in values}
     assert not unknown
@@ -70,6 +72,40 @@ def test_nothing_on_nothing_refused() -> None:
 def test_each_feature_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         refusals.refuse_features(config(**changes))
+
+
+def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    refusals.refuse_features(config())
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UnsupportedError, match=r"VLLM_BATCH_INVARIANT.*leave it out"):
+        refusals.refuse_features(config())
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "is_async", "is_refused"),
+    [
+        ("0.24.0", "mp", True, True),
+        ("0.24.0", "mp", False, False),
+        ("0.24.0", "uni", True, False),
+        ("0.25.1", "mp", True, False),
+    ],
+)
+def test_an_executor_that_loses_errors_is_refused(
+    version: str, backend: str, is_async: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        refusals, "loses_errors_of_outputs", lambda: loses_errors_of_outputs(version)
+    )
+    on = config(
+        scheduler_config__async_scheduling=is_async,
+        parallel_config__distributed_executor_backend=backend,
+    )
+    if is_refused:
+        with pytest.raises(UnsupportedError, match=r"multiprocess executor.*--no-async-scheduling"):
+            refusals.refuse_features(on)
+    else:
+        refusals.refuse_features(on)
 
 
 def test_several_are_named_together() -> None:

@@ -67,6 +67,7 @@ def test_the_largest_layer_is_measured_and_all_are_split_by_it(
 def test_a_limit_on_the_experts_fetched_is_kept() -> None:
     with CpuExpertEngine(threads=1) as engine:
         share = made(engine, mode="hybrid", update_expert_num=2)
+        assert share.limits(12).max() == 2, "before there are rates"
         share.rates = RATES
         assert share.limits(12).max() == 2
         share.close()

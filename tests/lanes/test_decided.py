@@ -222,6 +222,19 @@ def test_resizing_keeps_what_the_policy_saw_and_what_was_counted(engine: CpuExpe
 
 
 @interpreted
+def test_emptying_the_slots_keeps_what_the_policy_saw(engine: CpuExpertEngine) -> None:
+    case = Case(engine, 9, 4, "lfu")
+    for _ in range(5):
+        case.step(3)
+    before = case.layer._slots.captured.step.value.clone()
+    case.layer.invalidate()
+    step = case.layer._slots.captured.step
+    assert int(step.step) == 5 and torch.equal(step.value, before) and before.any()
+    assert (step.slot_of < 0).all()
+    case.step(3)
+
+
+@interpreted
 def test_slots_that_a_graph_holds_are_not_resized(engine: CpuExpertEngine) -> None:
     layer = Case(engine, 6, 3, "lru").layer
     layer._is_in_graph = True

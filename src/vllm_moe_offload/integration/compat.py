@@ -16,6 +16,15 @@ NEWEST = (0, 33)
 
 def check_version(version: str = vllm.__version__) -> None:
     """Raise UnsupportedError, with the numbers, for a vLLM outside of the known range."""
+    if not OLDEST <= release(version) <= NEWEST:
+        raise UnsupportedError(
+            f"vLLM {version} is not one vllm-moe-offload knows: it works with {_range()}. "
+            "Install one of those, or remove the moe_offload settings"
+        )
+
+
+def release(version: str = vllm.__version__) -> tuple[int, int]:
+    """Major and minor number; UnsupportedError where the version has none."""
     try:
         major, minor = (int(part) for part in version.split(".")[:2])
     except ValueError:
@@ -23,11 +32,15 @@ def check_version(version: str = vllm.__version__) -> None:
             f"vLLM calls itself version {version!r}, which is no release number: "
             f"vllm-moe-offload works with releases {_range()}"
         ) from None
-    if not OLDEST <= (major, minor) <= NEWEST:
-        raise UnsupportedError(
-            f"vLLM {version} is not one vllm-moe-offload knows: it works with {_range()}. "
-            "Install one of those, or remove the moe_offload settings"
-        )
+    return major, minor
+
+
+def loses_errors_of_outputs(version: str = vllm.__version__) -> bool:
+    """Whether an error while an output is waited for ends a thread of the executor, unnoticed.
+
+    Only with asynchronous scheduling by the multiprocess executor; caught from 0.25 on.
+    """
+    return release(version) < (0, 25)
 
 
 def _range() -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import vllm.envs as envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import (
     ADDITIONAL_CONFIG_KEY,
@@ -57,8 +56,7 @@ def configure(vllm_config: VllmConfig) -> OffloadConfig | None:
     """The offload configuration asked for, or None; refuses what does not go with it.
 
     Writes the settings, those of the environment included, into `additional_config`, which every
-    worker receives: a worker on another host sees what this process saw. On a GPU leaves out the
-    CUDA graphs that cannot be captured.
+    worker receives: a worker on another host sees what this process saw.
     """
     config = OffloadConfig.resolve(vllm_config.additional_config, os.environ)
     if config is None:
@@ -73,10 +71,4 @@ def configure(vllm_config: VllmConfig) -> OffloadConfig | None:
             "settings to the workers: give a mapping"
         )
     vllm_config.additional_config[ADDITIONAL_CONFIG_KEY] = config.settings()
-    if current_platform.is_cuda():
-        # Only now: without offload none of it is imported.
-        from vllm_moe_offload.integration.graphs import limit_capture_sizes
-        from vllm_moe_offload.lanes import MAX_CAPTURED
-
-        limit_capture_sizes(vllm_config, MAX_CAPTURED)
     return config

@@ -12,8 +12,8 @@ logger = init_logger(f"vllm.{__name__}")
 def limit_capture_sizes(vllm_config: VllmConfig, most: int) -> None:
     """Leave out graphs of more than `most` rows, and say so; without any left, capture none.
 
-    Larger steps are planned by the host, which no graph can hold. To be called before the model
-    runner is made. May be called again.
+    Larger steps are planned by the host, which no graph can hold. To be called when the model is
+    loaded: the runners read the sizes after that.
     """
     compilation = vllm_config.compilation_config
     sizes = compilation.cudagraph_capture_sizes or []

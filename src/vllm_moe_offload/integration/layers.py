@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader import dummy_loader, weight_utils
 from vllm.model_executor.model_loader import utils as loader_utils
 from vllm.platforms import current_platform
 
+from vllm_moe_offload.device.step import MAX_EXPERTS
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.integration import op
@@ -125,6 +126,11 @@ class OffloadedRoutedExperts(RoutedExperts):
             raise UnsupportedError(
                 f"{where}: the model sets {', '.join(unexpected)}, which the expert engine does "
                 "not compute: serve it without moe_offload"
+            )
+        if current_platform.is_cuda() and self.moe_config.num_experts > MAX_EXPERTS:
+            raise UnsupportedError(
+                f"{where}: the layer has {self.moe_config.num_experts} experts, and a step on the "
+                f"GPU decides over {MAX_EXPERTS} at most: serve this model without moe_offload"
             )
         odd = {
             name: tuple(parameter.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.errors import UnsupportedError
+from vllm_moe_offload.integration.compat import loses_errors_of_outputs
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,21 @@ REFUSALS = (
         "data parallelism",
         lambda c: c.parallel_config.data_parallel_size > 1,
         "start one server for each replica",
+    ),
+    Refusal(
+        "batch-invariant kernels (VLLM_BATCH_INVARIANT)",
+        lambda c: os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"),
+        "leave it out: where an expert is computed depends on what is in the slots, and so do the "
+        "last bits of the output",
+    ),
+    Refusal(
+        "asynchronous scheduling by the multiprocess executor of this vLLM",
+        lambda c: (
+            loses_errors_of_outputs()
+            and bool(c.scheduler_config.async_scheduling)
+            and c.parallel_config.distributed_executor_backend == "mp"
+        ),
+        "use --no-async-scheduling, or vLLM 0.25 or later: a failed step would stall the engine",
     ),
     Refusal(
         "LoRA (--enable-lora)",

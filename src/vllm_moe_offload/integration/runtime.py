@@ -15,14 +15,16 @@ from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, OffloadConfig
 from vllm_moe_offload.device import Device, HostDevice
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
-from vllm_moe_offload.errors import InactiveError, MemoryShortError, UnsupportedError
+from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
+from vllm_moe_offload.integration.graphs import limit_capture_sizes
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer
 from vllm_moe_offload.integration.share import CpuShare
 from vllm_moe_offload.lanes import (
+    MAX_CAPTURED,
     AskingLayer,
     CapturedLayer,
     Counters,
@@ -52,9 +54,7 @@ class OffloadRuntime:
         self._vllm_config = vllm_config
         self.device = _device(vllm_config, worker)
         self.store = HostStore(self.device.register, self.device.unregister)
-        self.engine = CpuExpertEngine(
-            threads=None if config.cpu_threads == "auto" else config.cpu_threads
-        )
+        self.engine = _engine(config)
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.is_dummy = vllm_config.load_config.load_format == "dummy"
         self._modules: dict[str, OffloadedRoutedExperts] = {}
@@ -101,6 +101,8 @@ class OffloadRuntime:
             for name, tensor in module.host.items():
                 module.get_parameter(name).data = tensor.to(current_platform.device_type)
             module.stock_process(module)
+            # Of no use any more: the layer has the experts on the device.
+            module.host = {}
             return None
         if current_platform.is_cpu():
             return self._on_host(module, num_slots)
@@ -216,15 +218,19 @@ class OffloadRuntime:
             logger.info(
                 "moe_offload: mode=%s, %d layers, %.3f GiB of experts in host memory, "
                 "%s slots a layer, %.3f GiB in slots, policy %s, %d CPU threads (%s)",
-                self.config.mode,
+                self._mode,
                 len(layers),
                 sum(layer.host_bytes for layer in layers.values()) / _GIB,
                 "/".join(map(str, slots)),
                 sum(layer.device_bytes for layer in layers.values()) / _GIB,
-                self.config.policy,
+                "/".join(sorted({layer.policy or "none" for layer in layers.values()})),
                 self.engine.threads,
                 self.engine.isa,
             )
+            if current_platform.is_cuda() and any(
+                layer.num_slots < layer.num_experts for layer in layers.values()
+            ):
+                limit_capture_sizes(self._vllm_config, MAX_CAPTURED)
             seen: set[tuple[Any, ...]] = set()
             for name, layer in layers.items():
                 kind = (self._views[name].spec, layer.layout, layer.num_slots)
@@ -281,6 +287,8 @@ class OffloadRuntime:
             layer.check_resize(slots_per_layer)
         for layer in layers:
             layer.resize(slots_per_layer)
+        if self._share is not None and self._share.rates is None:
+            self._share.measure(self._layers(), self._cpu_lanes)
 
     def reset_stats(self) -> None:
         """Set every layer's counters to zero."""
@@ -312,7 +320,7 @@ class OffloadRuntime:
         rates = self._share.rates if self._share is not None else None
         return {
             **asdict(total),
-            "mode": self.config.mode,
+            "mode": self._mode,
             "rates": asdict(rates) if rates is not None else None,
             "cpu_threads": self.engine.threads,
             "isa": self.engine.isa,
@@ -320,6 +328,13 @@ class OffloadRuntime:
             "host_bytes": sum(layer["host_bytes"] for layer in layers.values()),
             "layers": layers,
         }
+
+    @property
+    def _mode(self) -> str:
+        """What `auto` is here."""
+        if self.config.mode != "auto":
+            return self.config.mode
+        return "cache" if current_platform.is_cpu() else "hybrid"
 
     @property
     def _sized_automatically(self) -> bool:
@@ -375,6 +390,17 @@ class OffloadRuntime:
     def _slot_bytes(self) -> int:
         """Bytes that slots of layers bound so far take."""
         return sum(layer.device_bytes for layer in self._layers().values())
+
+
+def _engine(config: OffloadConfig) -> CpuExpertEngine:
+    """Made in the worker, which may be bound to fewer cores than the process that checked it."""
+    try:
+        return CpuExpertEngine(None if config.cpu_threads == "auto" else config.cpu_threads)
+    except ValueError as error:
+        raise ConfigError(
+            f"moe_offload settings: in the worker, whose cores vLLM chooses: {error} (vLLM's CPU "
+            "build binds a worker by VLLM_CPU_OMP_THREADS_BIND)"
+        ) from None
 
 
 def _device(vllm_config: VllmConfig, worker: Any) -> Device:

@@ -57,10 +57,12 @@ class CpuShare:
 
     def limits(self, num_experts: int) -> npt.NDArray[np.int64]:
         """The split by the measured rates, for `CapturedLayer.split`; half before they are."""
+        asked = self._config.update_expert_num
+        most = num_experts if asked == "auto" else asked
         if self.rates is None:
-            return np.arange(num_experts + 1) // 2
-        most = self._config.update_expert_num
-        return fetch_limits(self.rates, num_experts, None if most == "auto" else most)
+            half: npt.NDArray[np.int64] = np.minimum(np.arange(num_experts + 1) // 2, most)
+            return half
+        return fetch_limits(self.rates, num_experts, most)
 
     def measure(
         self, layers: Mapping[str, OffloadedLayer], lanes: Mapping[str, EngineLane]

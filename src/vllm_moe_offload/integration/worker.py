@@ -69,10 +69,12 @@ def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
 def _shutdown(original: Callable[[WorkerWrapperBase], None]) -> Callable[[WorkerWrapperBase], None]:
     @functools.wraps(original)
     def shutdown(self: WorkerWrapperBase) -> None:
-        original(self)
-        runtime = self.__dict__.get(_RUNTIME)
-        if runtime is not None:
-            runtime.close()
+        try:
+            original(self)
+        finally:
+            runtime = self.__dict__.get(_RUNTIME)
+            if runtime is not None:
+                runtime.close()
 
     return shutdown
 

@@ -137,7 +137,7 @@ class OffloadedLayer:
         planned = PlannedLayer(self._residency, cache, resident, self.layout.nbytes)
         captured = self._capture(tensors, resident) if self._capture is not None else None
         self._slots = _Slots(cache, resident, planned, captured)
-        self.invalidate()
+        self._empty()
 
     def check_resize(self, num_slots: int) -> None:
         """Raise ValueError where `resize` would for this number of slots, and change nothing.
@@ -158,7 +158,16 @@ class OffloadedLayer:
             )
 
     def invalidate(self) -> None:
-        """The experts in host memory have changed: what is in slots is stale."""
+        """The experts in host memory have changed: what is in slots is stale.
+
+        What the policy has seen stays.
+        """
+        if self._residency is not None and self._slots is not None and self._slots.captured:
+            self._slots.captured.step.read_into(self._residency)
+        self._empty()
+
+    def _empty(self) -> None:
+        """No slot holds an expert, as the host's state says from now on."""
         slots = self._slots
         if self._residency is None or slots is None:
             return
