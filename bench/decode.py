@@ -21,7 +21,7 @@ def main() -> None:
     )
     runner.arguments(parser)
     parser.add_argument("--batches", type=runner.numbers, default=[1, 8, 32])
-    parser.add_argument("--routing", type=runner.words, default=["uniform", "local"])
+    parser.add_argument("--routing", type=runner.routings, default=["uniform", "local"])
     parser.add_argument("--tokens", type=runner.numbers, default=[], help="prefills, if any")
     options = parser.parse_args()
     cells = [Cell(r, batch=b) for r in options.routing for b in options.batches]

@@ -19,7 +19,7 @@ def main() -> None:
     )
     runner.arguments(parser)
     parser.add_argument("--tokens", type=runner.numbers, default=[512, 4096])
-    parser.add_argument("--routing", type=runner.words, default=["uniform"])
+    parser.add_argument("--routing", type=runner.routings, default=["uniform"])
     options = parser.parse_args()
     latency.run(
         "prefill", options, [Cell(r, tokens=t) for r in options.routing for t in options.tokens]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from bench import models, rates
 from bench.child import ROUTING_VARIABLE
 from bench.common import ROOT, Row, Run, append
-from bench.contestants import OURS, make
+from bench.contestants import OURS, STOCK, make
 
 SIMULATED = ("uniform", "local")
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
@@ -33,10 +33,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, help="file the rows are appended to")
     add("--model", default="qwen3-30b-a3b", help=f"{', '.join(models.MODELS)}, or a folder")
     add("--layers", type=int, help="of the model, the first ones; default 24, a folder's: all")
-    add("--format", default="bf16", help=f"{', '.join(models.FORMATS)}; ignored for a folder")
+    add("--format", choices=models.FORMATS, default="bf16", help="ignored for a folder")
     add("--dtype", default="auto", help="as vLLM's")
     add("--load-format", default="dummy", help="as vLLM's")
-    add("--contestants", type=_words, default=["vllm-gpu", "cache", "vllm-uva", "vllm-prefetch"])
+    add(
+        "--contestants",
+        type=_contestants,
+        default=["vllm-gpu", "cache", "vllm-uva", "vllm-prefetch"],
+        help=", ".join((*OURS, *STOCK)),
+    )
     add("--slots", type=int, help="experts a layer on the GPU; default a fifth of them")
     add("--runner", choices=("v1", "v2"), default="v1", help="vLLM's model runner")
     add("--eager", action="store_true", help="no CUDA graphs for anybody")
@@ -44,7 +49,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--deadline", type=float, default=570.0, help="seconds for the whole run")
     add("--timeout", type=float, default=300.0, help="seconds for one contestant")
     add("--seconds", type=float, default=6.0, help="about so long for one figure")
-    add("--gpus", type=int, default=1, help="engines that start at once, each on a GPU of its own")
+    add(
+        "--gpus", type=_gpus, default=1, help="engines that start at once, each on a GPU of its own"
+    )
     add("--logs", type=Path, help="folder for what the engines print")
     add("--commit", help="of the code, where it is not a clone")
 
@@ -53,14 +60,45 @@ def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
+def _known(text: str, known: Sequence[str]) -> list[str]:
+    """At least one word, each among those that are `known`."""
+    words = _words(text)
+    unknown = [word for word in words if word not in known]
+    if unknown or not words:
+        given = ", ".join(unknown) or repr(text)
+        raise argparse.ArgumentTypeError(f"{given}: not among {', '.join(known)}")
+    return words
+
+
+def _contestants(text: str) -> list[str]:
+    return _known(text, (*OURS, *STOCK))
+
+
+def _gpus(text: str) -> int:
+    import torch
+
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give at least 1")
+    count = int(text)
+    if count > 1 and count > torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(
+            f"{count}: this machine shows torch {torch.cuda.device_count()} CUDA devices, give no "
+            "more than those, or 1"
+        )
+    return count
+
+
 def numbers(text: str) -> list[int]:
-    """``1,8,32`` as a list."""
-    return [int(word) for word in _words(text)]
+    """``1,8,32`` as a list of numbers from 1 up."""
+    words = _words(text)
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 up, like 1,8,32")
+    return [int(word) for word in words]
 
 
-def words(text: str) -> list[str]:
-    """``uniform,local`` as a list."""
-    return _words(text)
+def routings(text: str) -> list[str]:
+    """``uniform,local`` as a list; ``model`` is the model's own."""
+    return _known(text, (*SIMULATED, "model"))
 
 
 @dataclass(frozen=True)

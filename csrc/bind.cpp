@@ -202,6 +202,8 @@ NB_MODULE(_engine, m) {
            "out"_a, "out_bf16"_a, "accumulate"_a, "inner_begin"_a, "inner_end"_a,
            nb::call_guard<nb::gil_scoped_release>());
 
+  m.attr("MOST_PLAN_TOKENS") = moe::kMostPlanTokens;
+  m.attr("MOST_TOP_K") = moe::kMostTopK;
   m.attr("BOARD_ALIGN") = moe::kBoardAlign;
   m.attr("ASKED") = moe::kAsked;
   m.attr("DONE") = moe::kDone;

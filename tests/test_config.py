@@ -88,6 +88,18 @@ def test_a_wrong_setting_is_an_error_that_says_what_to_do(settings: dict, messag
         OffloadConfig.parse(settings)
 
 
+@pytest.mark.parametrize(
+    "name", ["slots_per_layer", "gpu_memory_gib", "cache_topk", "update_expert_num", "cpu_threads"]
+)
+def test_an_error_describes_a_setting_once(name: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        OffloadConfig.parse({name: "eight", "policy": "clock"})
+    message = str(raised.value)
+    assert message.count(OffloadConfig.model_fields[name].description) == 1
+    assert message.count(f"{name}='eight': ") == 1
+    assert "should be a valid" in message and "'auto'" in message and "policy='clock'" in message
+
+
 def test_a_section_that_is_no_mapping_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"must be a mapping of settings.*got 8"):
         OffloadConfig.resolve({"moe_offload": 8}, {})

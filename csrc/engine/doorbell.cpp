@@ -383,6 +383,10 @@ Doorbell::~Doorbell() { stop(); }
 
 int64_t Doorbell::add(std::string layer, std::shared_ptr<const Plan> plan, const Operands& operands,
                       int64_t max_tokens) {
+  if (&plan->engine() != engine_.get()) {
+    throw std::invalid_argument("the plan of " + layer +
+                                " is another engine's: make it with the engine of this doorbell");
+  }
   if (operands.top_k < 1 || operands.top_k > plan->top_k()) {
     throw std::invalid_argument("a mailbox of top_k " + std::to_string(operands.top_k) +
                                 ", and its plan was made for 1 to " +

@@ -165,6 +165,12 @@ Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_token
       top_k_(top_k),
       x_stride_(round_up(layer.hidden, kOperandAlign)),
       inner_stride_(round_up(layer.intermediate, kOperandAlign)) {
+  if (max_tokens > kMostPlanTokens || top_k > kMostTopK) {
+    throw std::invalid_argument("a plan of max_tokens=" + std::to_string(max_tokens) +
+                                ", top_k=" + std::to_string(top_k) +
+                                ", and the most is max_tokens=" + std::to_string(kMostPlanTokens) +
+                                ", top_k=" + std::to_string(kMostTopK));
+  }
   const auto sizes_of = [&](int64_t tokens) -> Sizes {
     constexpr auto kBf16 = static_cast<int64_t>(sizeof(Bf16));
     const int64_t pairs = tokens * top_k;

@@ -63,6 +63,11 @@ class Engine {
   std::vector<int64_t> node_ends_;
 };
 
+// The most a plan can be made for: sizes of scratch then fit 64 bits for any layer of up to 2^22
+// columns. No batch is larger, and one that were would run in parts.
+inline constexpr int64_t kMostPlanTokens = int64_t{1} << 24;
+inline constexpr int64_t kMostTopK = int64_t{1} << 10;
+
 // What one call computes besides its routing.
 struct Job {
   const void* x;  // [T, H] in the layer's dtype
@@ -77,6 +82,7 @@ class Plan {
  public:
   // The layer's memory must outlive the plan. Batches of any size run, `max_tokens` at most (and
   // fewer where scratch would pass its bound) sharing one pass over the weights.
+  // Throws std::invalid_argument for more than kMostPlanTokens or kMostTopK.
   Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_tokens, int64_t top_k);
 
   // out (+)= the routed experts' weighted sum. Tokens without an expert in this shard get zeros, or
@@ -85,6 +91,7 @@ class Plan {
   void run(const Job& job, const Routing& routing) const;
 
   const Layer& layer() const { return layer_; }
+  const Engine& engine() const { return *engine_; }
   // The most experts of a token.
   int64_t top_k() const { return top_k_; }
 

@@ -141,13 +141,13 @@ const Isa& select_isa(const std::string& name) {
     if (name == isa.name) {
       if (isa.acquire == nullptr || isa.acquire()) return isa;
       throw std::invalid_argument("the operating system refuses this process the state of '" +
-                                  name + "': unset VLLM_MOE_OFFLOAD_ISA to take another");
+                                  name + "': name another, or none for the fastest that it allows");
     }
     known += (known.empty() ? "" : ", ") + std::string(isa.name);
   }
   throw std::invalid_argument("instruction set '" + name +
                               "' is not available on this host (it has: " + known +
-                              "); unset VLLM_MOE_OFFLOAD_ISA to take the fastest");
+                              "); name one of those, or none for the fastest");
 }
 
 }  // namespace moe

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from vllm_moe_offload import demo as demonstration
+
+if TYPE_CHECKING:
+    from vllm_moe_offload.experts import Format
 
 app = typer.Typer(
     help="Serve mixture-of-experts models bigger than GPU memory with stock vLLM.",
@@ -81,9 +84,9 @@ def bench_cpu(
 ) -> None:
     """Time the CPU expert engine beside what this machine could do at most."""
     from vllm_moe_offload.engine import bench
-    from vllm_moe_offload.experts import Format
 
-    console = Console(stderr=True)
+    # Errors stay one line, however wide the terminal is.
+    console = Console(stderr=True, soft_wrap=True)
     measured: list[bench.Row] = []
 
     def keep(row: bench.Row) -> None:
@@ -96,12 +99,14 @@ def bench_cpu(
 
     try:
         with console.status("") as status:
+            if json_file is not None:
+                _check_writable("--json", json_file)
             bench.bench_cpu(
                 shapes=[_shape(shape) for shape in shapes.split(",")],
-                formats=[Format(name) for name in formats.split(",")],
-                rows=_numbers(rows),
+                formats=[_format(name) for name in formats.split(",")],
+                rows=_numbers("--rows", rows),
                 isas=isas.split(",") if isas else None,
-                threads=_numbers(threads) if threads else None,
+                threads=_numbers("--threads", threads) if threads else None,
                 gib=gib,
                 beside_torch=torch,
                 labels={"card": card or _card(), "commit": commit or _commit()},
@@ -113,13 +118,45 @@ def bench_cpu(
     typer.echo(bench.format_table(measured))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{option} {text!r} is not a list of numbers: write one like 1,4,16"
+        ) from None
 
 
 def _shape(text: str) -> tuple[int, int]:
-    hidden, intermediate = text.split("x")
-    return int(hidden), int(intermediate)
+    try:
+        hidden, intermediate = map(int, text.split("x"))
+    except ValueError:
+        raise ValueError(
+            f"--shapes {text!r} is not a hidden and an intermediate size: write one like 2048x768"
+        ) from None
+    return hidden, intermediate
+
+
+def _format(text: str) -> Format:
+    from vllm_moe_offload.experts import Format
+
+    known = [format.value for format in Format]
+    if text not in known:
+        raise ValueError(f"--formats {text!r} is no number format: give some of {', '.join(known)}")
+    return Format(text)
+
+
+def _check_writable(option: str, path: Path) -> None:
+    folder = path.parent
+    if (
+        path.is_dir()
+        or not folder.is_dir()
+        or not os.access(path if path.exists() else folder, os.W_OK)
+    ):
+        raise ValueError(
+            f"{option} {path} cannot be written: name a file in a folder that exists and is yours "
+            "to write to"
+        )
 
 
 def _card() -> str:

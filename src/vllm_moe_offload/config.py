@@ -225,13 +225,18 @@ def variable_names() -> list[str]:
 
 
 def _explain(error: ValidationError) -> str:
-    lines = []
+    # A setting of several types has an error for each of them.
+    causes: dict[str, list[str]] = {}
+    values: dict[str, Any] = {}
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"][:1])
-        message = item["msg"].removeprefix("Value error, ")
+        values[where] = item["input"]
+        causes.setdefault(where, []).append(item["msg"].removeprefix("Value error, "))
+    lines = []
+    for where, messages in causes.items():
+        line = " or ".join(messages)
         known = OffloadConfig.model_fields.get(where)
         if known is not None:
-            message = f"{where}={item['input']!r}: {message} ({known.description})"
-        if message not in lines:
-            lines.append(message)
+            line = f"{where}={values[where]!r}: {line} ({known.description})"
+        lines.append(line)
     return "moe_offload settings: " + "; ".join(lines)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from bench.common import problems
 from vllm_moe_offload.cli import app
+from vllm_moe_offload.engine import ISA_VARIABLE, CpuExpertEngine
 
 SMALL = "--shapes 64x32 --formats bf16,mxfp4 --rows 1,3 --threads 1 --gib 0.01 --card here"
 
@@ -33,16 +34,38 @@ def test_rows_and_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--isas abacus", "'abacus' is not available"),
-        ("--formats fp3", "'fp3'"),
+        ("--isas abacus", "isa=abacus: instruction set 'abacus' is not available"),
+        ("--isas scalar,abacus", "isa=abacus: "),
+        ("--formats fp3", "--formats 'fp3' is no number format: give some of fp32, "),
+        ("--formats bf16,int4", "int4 scales 128 columns together"),
         ("--threads 4096", "4096 threads"),
+        ("--threads 1,1099511627776", "1099511627776 threads"),
+        ("--threads two", "--threads 'two' is not a list of numbers"),
         ("--shapes 4096x2048", "raise gib"),
+        ("--shapes 64x32,128", "--shapes '128' is not a hidden and an intermediate size"),
+        ("--shapes 64xy", "--shapes '64xy' is not a hidden and an intermediate size"),
+        ("--rows x", "--rows 'x' is not a list of numbers: write one like"),
+        ("--rows 1,0", "0 rows an expert were asked for: give at least 1"),
+        ("--gib -1", "-1.0 GiB of experts were asked for"),
+        ("--gib nan", "nan GiB of experts were asked for"),
+        ("--gib 99999", "99999.0 GiB of experts were asked for"),
+        ("--json /nonexistent/x", "--json /nonexistent/x cannot be written: name a file in"),
+        ("--json /", "--json / cannot be written"),
     ],
 )
-def test_what_cannot_be_measured_is_an_error(arguments: str, message: str) -> None:
+def test_what_cannot_be_measured_is_an_error(
+    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: object) -> None:
+        pytest.fail("something was measured")
+
+    monkeypatch.setattr(CpuExpertEngine, "read_gb_per_s", measure)
+    monkeypatch.setenv(ISA_VARIABLE, "scalar")
     result = CliRunner().invoke(app, ["bench", "cpu", *SMALL.split(), *arguments.split()])
     assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert ISA_VARIABLE not in line
 
 
 def test_vllm_is_not_needed() -> None:

@@ -366,6 +366,15 @@ def test_refusals(engine: CpuExpertEngine, generator: torch.Generator) -> None:
     for name, tensor in bad.items():
         with pytest.raises(ValueError, match=name):
             doorbell.add("a", plan, **{**good, name: tensor})
+    for name in ("x", "topk_ids"):
+        with pytest.raises(ValueError, match="must be"):
+            doorbell.add("a", plan, **{**good, name: good[name][0, 0]})
+    with pytest.raises(ValueError, match="expert_map has no entries"):
+        doorbell.add("a", plan, **{**good, "expert_map": torch.empty(0, dtype=torch.int32)})
+    with CpuExpertEngine() as other:
+        others = other.plan(spec, random_shard(spec, 2, generator), max_tokens=4, top_k=2)
+        with pytest.raises(ValueError, match=r"plan of layers\.7 is another engine's"):
+            doorbell.add("layers.7", others, **good)
     wide = {"topk_ids": torch.zeros(4, 3, dtype=torch.int32), "topk_weights": torch.zeros(4, 3)}
     with pytest.raises(ValueError, match="larger top_k"):
         doorbell.add("a", plan, **{**good, **wide})

@@ -65,16 +65,21 @@ def test_isa_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unknown_isa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"'sse9' is not available on this host \(it has: scalar"):
+    message = r"'sse9' is not available on this host \(it has: scalar"
+    monkeypatch.setenv(ISA_VARIABLE, "scalar")
+    with pytest.raises(ValueError, match="^isa=sse9: .*" + message) as raised:
         CpuExpertEngine(1, isa="sse9")
+    assert ISA_VARIABLE not in str(raised.value)
     monkeypatch.setenv(ISA_VARIABLE, "sse9")
-    with pytest.raises(ValueError, match="sse9"):
+    with pytest.raises(ValueError, match=f"^{ISA_VARIABLE}=sse9: .*" + message):
         CpuExpertEngine(1)
 
 
-@pytest.mark.parametrize("threads", [0, -1, 100_000])
+@pytest.mark.parametrize("threads", [0, -1, 100_000, 2**31, 2**40, 2**70])
 def test_impossible_thread_counts_are_refused(threads: int) -> None:
-    with pytest.raises(ValueError, match=re.escape(str(threads))):
+    with CpuExpertEngine(1) as engine:
+        possible = f"ask for 1 to {engine.cores}"
+    with pytest.raises(ValueError, match=rf"{re.escape(str(threads))} threads.*{possible}"):
         CpuExpertEngine(threads)
 
 
@@ -268,6 +273,19 @@ class TestRefusals:
         with pytest.raises(ValueError, match="expert_map has entries 0 to 2"):
             plan.run(x, ids, weights, torch.empty(x.shape), expert_map=expert_map)
 
+    def test_an_empty_map_is_not_none(self, plan: ExpertPlan, generator: torch.Generator) -> None:
+        x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+        out = torch.full(x.shape, 7.0)
+        with pytest.raises(ValueError, match="expert_map has no entries"):
+            plan.run(x, ids, weights, out, expert_map=torch.empty(0, dtype=torch.int32))
+        assert (out == 7).all()
+
+    def test_numbers_of_dimensions(self, plan: ExpertPlan, generator: torch.Generator) -> None:
+        x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+        for wrong_x, wrong_ids in ((x[0, 0], ids), (x[0], ids), (x, ids[0, 0]), (x, ids[0])):
+            with pytest.raises(ValueError, match=r"must be \[T, H\] and \[T, K\]"):
+                plan.run(wrong_x, wrong_ids, weights, torch.empty(x.shape))
+
     def test_operands(self, plan: ExpertPlan, generator: torch.Generator) -> None:
         x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
         out = torch.empty(x.shape)
@@ -306,5 +324,18 @@ class TestRefusals:
             ]:
                 with pytest.raises(ValueError, match=message):
                     engine.plan(SPEC, wrong, max_tokens=1, top_k=1)
-            with pytest.raises(ValueError, match="max_tokens=0"):
-                engine.plan(SPEC, shard, max_tokens=0, top_k=1)
+            for wrong in (0, -1, 2**24 + 1, 2**55, 2**62, 2**70):
+                with pytest.raises(ValueError, match=f"max_tokens={wrong} .*1 to {2**24}$"):
+                    engine.plan(SPEC, shard, max_tokens=wrong, top_k=1)
+                with pytest.raises(ValueError, match=f"top_k={wrong} .*1 to 1024$"):
+                    engine.plan(SPEC, shard, max_tokens=1, top_k=wrong)
+
+    def test_the_largest_plan_computes(self, generator: torch.Generator) -> None:
+        shard = random_shard(SPEC, 4, generator)
+        x, ids, weights = random_batch(SPEC, 3, 2, (0, 4), generator)
+        out = torch.empty(x.shape)
+        with CpuExpertEngine() as engine:
+            plan = engine.plan(SPEC, shard, max_tokens=2**24, top_k=1024)
+            plan.run(x, ids, weights, out)
+        expected = oracle.experts(SPEC, shard, x, ids, weights)
+        assert oracle.relative_error(out, expected) < 1e-5

@@ -72,6 +72,8 @@ class Plan:
         inner_end: int,
     ) -> None: ...
 
+MOST_PLAN_TOKENS: int
+MOST_TOP_K: int
 BOARD_ALIGN: int
 ASKED: int
 DONE: int

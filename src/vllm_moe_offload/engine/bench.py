@@ -17,6 +17,7 @@ import torch
 
 from vllm_moe_offload.engine.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
+from vllm_moe_offload.host.pages import available_memory
 
 Row = dict[str, Any]
 
@@ -27,6 +28,9 @@ ROWS = (1, 2, 4, 16, 64, 256, 1024)
 # A step of the models these shapes come from routes a token to 8 experts.
 TOP_K = 8
 REPEATS = 7
+
+# Bytes of the random numbers that the memory repeats.
+_BLOCK = 1 << 23
 
 # What `CpuExpertEngine.phase_seconds` tells of a call; the rest of it is overhead.
 PHASES = ("prepare_ms", "up_ms", "down_ms")
@@ -42,8 +46,8 @@ _OPEN = dict.fromkeys(
 
 def bench_cpu(
     *,
-    shapes: Iterable[tuple[int, int]] = SHAPES,
-    formats: Iterable[Format] = FORMATS,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    formats: Sequence[Format] = FORMATS,
     rows: Sequence[int] = ROWS,
     isas: Iterable[str] | None = None,
     threads: Iterable[int] | None = None,
@@ -76,9 +80,17 @@ def bench_cpu(
         set is AMX.
 
     Raises:
-        ValueError: An instruction set or thread count this host lacks, or `gib` too small for a
-            call's experts.
+        ValueError: Nothing to measure or no such thing: sizes below 1, an instruction set or thread
+            count this host lacks, or `gib` too small for a call's experts or more than there is.
+            Raised before anything is measured.
     """
+    with CpuExpertEngine(threads=1) as engine:
+        counts = (engine.cores,) if threads is None else tuple(threads)
+    names = (None,) if isas is None else tuple(isas)
+    specs = [[_spec(*shape, format) for format in formats] for shape in shapes]
+    beside = [_spec(*shape, Format.BF16) for shape in shapes] if beside_torch else []
+    _check(counts, names, rows, gib, [*itertools.chain(*specs), *beside])
+
     result: list[Row] = []
     common: Row = {
         **_OPEN,
@@ -97,23 +109,54 @@ def bench_cpu(
             on_row(row)
 
     memory = _memory(gib)
-    with CpuExpertEngine(threads=1) as engine:
-        cores = engine.cores
-    for count in threads if threads is not None else (cores,):
-        for isa in isas if isas is not None else (None,):
+    for count in counts:
+        for isa in names:
             with CpuExpertEngine(count, isa) as engine:
-                _bench_engine(engine, memory, shapes, formats, rows, add)
-        if beside_torch:
-            for shape in shapes:
-                _bench_torch(memory, shape, rows, count, add)
+                _bench_engine(engine, memory, itertools.chain(*specs), rows, add)
+        for spec in beside:
+            _bench_torch(memory, spec, rows, count, add)
     return result
+
+
+def _spec(hidden: int, intermediate: int, format: Format) -> ExpertSpec:
+    group = 128 if format in (Format.INT4, Format.INT4_ZEROS) else None
+    return ExpertSpec(hidden, intermediate, Activation.SILU, format, group_size=group)
+
+
+def _check(
+    threads: Sequence[int],
+    isas: Sequence[str | None],
+    rows: Sequence[int],
+    gib: float,
+    specs: Sequence[ExpertSpec],
+) -> None:
+    """Raises ValueError for what cannot be measured."""
+    if not (threads and isas and rows and specs):
+        raise ValueError(
+            "there is nothing to measure: give at least one shape, format, row count, thread count "
+            "and instruction set"
+        )
+    if min(rows) < 1:
+        raise ValueError(f"{min(rows)} rows an expert were asked for: give at least 1")
+    for count, isa in itertools.product(threads, isas):
+        CpuExpertEngine(count, isa).close()
+    available = available_memory() / 2**30
+    if not 0 < gib < available:
+        raise ValueError(
+            f"{gib} GiB of experts were asked for, and {available:.1f} GiB of memory are "
+            "available: give more than 0 and less than that"
+        )
+    largest = max(spec.layout.nbytes for spec in specs)
+    if _memory_bytes(gib) < TOP_K * largest:
+        raise ValueError(
+            f"{gib} GiB do not hold the {TOP_K} experts of a call, {largest} bytes each: raise gib"
+        )
 
 
 def _bench_engine(
     engine: CpuExpertEngine,
     memory: torch.Tensor,
-    shapes: Iterable[tuple[int, int]],
-    formats: Iterable[Format],
+    specs: Iterable[ExpertSpec],
     rows: Sequence[int],
     add: Callable[..., None],
 ) -> None:
@@ -123,47 +166,42 @@ def _bench_engine(
     peaks = [peak for _ in range(REPEATS) if (peak := engine.tile_peak_tflop_per_s()) is not None]
     if peaks:
         add(contestant="floor", metric="tflop_per_s", unit="TFLOP/s", **who, **_median(peaks))
-    for hidden, intermediate in shapes:
-        for format in formats:
-            group = 128 if format in (Format.INT4, Format.INT4_ZEROS) else None
-            spec = ExpertSpec(hidden, intermediate, Activation.SILU, format, group_size=group)
-            shard, experts = _shard(spec, memory)
-            plan = engine.plan(spec, shard, max_tokens=max(rows), top_k=TOP_K)
-            # Goes on from one row count to the next: going back would find experts in the cache.
-            turn = itertools.count(step=TOP_K)
-            for count in rows:
-                x = torch.randn(count, hidden).to(spec.activation_dtype)
-                weights = torch.rand(count, TOP_K)
-                out = torch.empty(count, hidden)
-                times, phases = [], []
-                for first in itertools.islice(turn, REPEATS + 1):
-                    ids = (torch.arange(first, first + TOP_K) % experts).int().repeat(count, 1)
-                    start = time.perf_counter()
-                    plan.run(x, ids, weights, out)
-                    times.append(time.perf_counter() - start)
-                    phases.append([1e3 * seconds for seconds in engine.phase_seconds])
-                figure = _add_times(add, "cpu", spec, count, times[1:], who)
-                for phase, milliseconds in zip(PHASES, zip(*phases[1:], strict=True), strict=True):
-                    add(metric=phase, unit="ms", **figure, **_median(milliseconds))
+    for spec in specs:
+        shard, experts = _shard(spec, memory)
+        plan = engine.plan(spec, shard, max_tokens=max(rows), top_k=TOP_K)
+        # Goes on from one row count to the next: going back would find experts in the cache.
+        turn = itertools.count(step=TOP_K)
+        for count in rows:
+            x = torch.randn(count, spec.hidden).to(spec.activation_dtype)
+            weights = torch.rand(count, TOP_K)
+            out = torch.empty(count, spec.hidden)
+            times, phases = [], []
+            for first in itertools.islice(turn, REPEATS + 1):
+                ids = (torch.arange(first, first + TOP_K) % experts).int().repeat(count, 1)
+                start = time.perf_counter()
+                plan.run(x, ids, weights, out)
+                times.append(time.perf_counter() - start)
+                phases.append([1e3 * seconds for seconds in engine.phase_seconds])
+            figure = _add_times(add, "cpu", spec, count, times[1:], who)
+            for phase, milliseconds in zip(PHASES, zip(*phases[1:], strict=True), strict=True):
+                add(metric=phase, unit="ms", **figure, **_median(milliseconds))
 
 
 def _bench_torch(
     memory: torch.Tensor,
-    shape: tuple[int, int],
+    spec: ExpertSpec,
     rows: Sequence[int],
     threads: int,
     add: Callable[..., None],
 ) -> None:
     """The same experts by torch's `linear`, one after another."""
-    hidden, intermediate = shape
-    spec = ExpertSpec(hidden, intermediate, Activation.SILU, Format.BF16)
     shard, experts = _shard(spec, memory)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         turn = itertools.count(step=TOP_K)
         for count in rows:
-            x = torch.randn(count, hidden, dtype=torch.bfloat16)
+            x = torch.randn(count, spec.hidden, dtype=torch.bfloat16)
             times = []
             for first in itertools.islice(turn, REPEATS + 1):
                 start = time.perf_counter()
@@ -214,11 +252,15 @@ def _median(values: Sequence[float]) -> Row:
     }
 
 
+def _memory_bytes(gib: float) -> int:
+    """`gib`, in whole blocks."""
+    return math.ceil(gib * 2**30 / _BLOCK) * _BLOCK
+
+
 def _memory(gib: float) -> torch.Tensor:
     """Bytes that are sane numbers in every format, touched: small bf16 values, valid e4m3."""
-    block = (torch.rand(1 << 22) * 0.02).bfloat16().view(torch.uint8)
-    count = max(1, math.ceil(gib * 2**30 / block.numel()))
-    memory = torch.empty(count, block.numel(), dtype=torch.uint8)
+    block = (torch.rand(_BLOCK // 2) * 0.02).bfloat16().view(torch.uint8)
+    memory = torch.empty(_memory_bytes(gib) // _BLOCK, _BLOCK, dtype=torch.uint8)
     memory.copy_(block)
     return memory.view(-1)
 
@@ -226,11 +268,6 @@ def _memory(gib: float) -> torch.Tensor:
 def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
     """As many experts as fit into `memory`, and their number."""
     experts = memory.numel() // spec.layout.nbytes
-    if experts < TOP_K:
-        raise ValueError(
-            f"{memory.numel() / 2**30:.1f} GiB hold {experts} experts of {spec.layout.nbytes} "
-            f"bytes, and a call needs {TOP_K}: raise gib"
-        )
     shard, at = {}, 0
     for part in spec.layout.tensors:
         size = experts * part.nbytes

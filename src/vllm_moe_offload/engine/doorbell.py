@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from vllm_moe_offload.engine import _engine
-from vllm_moe_offload.engine.plan import ExpertPlan, check_tensor
+from vllm_moe_offload.engine.plan import ExpertPlan, batch_size, check_map, check_tensor
 
 # Values of a mailbox's request and answer; 0 is idle, and no answer yet.
 ASKED: Final = _engine.ASKED
@@ -129,22 +129,17 @@ class Doorbell:
             out: ``[T, H]`` float32, overwritten by each request in its rows.
 
         Raises:
-            ValueError: A tensor is not as described, K is above the plan's top_k, or the board is
-                full.
+            ValueError: A tensor is not as described, K is above the plan's top_k, the plan is
+                another engine's, or the board is full.
             RuntimeError: The doorbell or the plan's engine is closed.
         """
         native = self._open()
         spec = plan.spec
-        native_plan, weights = plan.open()
-        if x.dim() != 2 or topk_ids.dim() != 2:
-            raise ValueError(
-                f"x {tuple(x.shape)} and topk_ids {tuple(topk_ids.shape)} must be [T, H] and [T, K]"
-            )
-        tokens, top_k = x.shape[0], topk_ids.shape[1]
+        tokens, top_k = batch_size(x, topk_ids)
         check_tensor("x", x, (tokens, spec.hidden), spec.activation_dtype)
         check_tensor("topk_ids", topk_ids, (tokens, top_k), torch.int32)
         check_tensor("topk_weights", topk_weights, (tokens, top_k), torch.float32)
-        check_tensor("expert_map", expert_map, (expert_map.numel(),), torch.int32)
+        check_map(expert_map)
         check_tensor("out", out, (tokens, spec.hidden), torch.float32)
         native_plan, weights = plan.open()
         # Kept first: once it is added, the mailbox is in use.

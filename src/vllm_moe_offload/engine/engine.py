@@ -40,10 +40,19 @@ class CpuExpertEngine:
     """
 
     def __init__(self, threads: int | None = None, isa: str | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads={threads}: ask for at least 1, or None for one a core")
+        cores = self.cores
+        if threads is not None and not 1 <= threads <= cores:
+            raise ValueError(
+                f"an engine of {threads} threads was asked for, and this process may use {cores} "
+                f"physical cores: ask for 1 to {cores}, or widen the process's CPU affinity"
+            )
         name = isa if isa is not None else os.environ.get(ISA_VARIABLE, "")
-        self._native: _engine.Engine | None = _engine.Engine(threads or 0, name)
+        try:
+            native = _engine.Engine(threads or 0, name)
+        except ValueError as error:
+            source = ISA_VARIABLE if isa is None else "isa"
+            raise ValueError(f"{source}={name}: {error}") from None
+        self._native: _engine.Engine | None = native
         self._plans: weakref.WeakSet[ExpertPlan] = weakref.WeakSet()
         self._doorbells: weakref.WeakSet[Doorbell] = weakref.WeakSet()
 
@@ -82,11 +91,12 @@ class CpuExpertEngine:
             tensors: The shard's weights by `spec.layout`'s names, each ``[N, *shape]``, on the CPU
                 and contiguous. They are read in place: the plan keeps them alive, and what is
                 written into them between runs counts in the next.
-            max_tokens: The batch size to size scratch for. Larger batches run too, in chunks.
-            top_k: The most experts a token is routed to.
+            max_tokens: The batch size to size scratch for, 2^24 at most. Larger batches run too, in
+                chunks.
+            top_k: The most experts a token is routed to, 1024 at most.
 
         Raises:
-            ValueError: A tensor is missing, unknown, or not as described.
+            ValueError: A tensor is missing, unknown, or not as described, or a number is not.
         """
         plan = ExpertPlan(self._open(), spec, tensors, max_tokens=max_tokens, top_k=top_k)
         self._plans.add(plan)

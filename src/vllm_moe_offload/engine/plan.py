@@ -28,11 +28,12 @@ class ExpertPlan:
         max_tokens: int,
         top_k: int,
     ) -> None:
-        if max_tokens < 1 or top_k < 1:
-            raise ValueError(
-                f"a plan needs max_tokens and top_k of at least 1, got max_tokens={max_tokens}, "
-                f"top_k={top_k}"
-            )
+        for name, value, most in (
+            ("max_tokens", max_tokens, _engine.MOST_PLAN_TOKENS),
+            ("top_k", top_k, _engine.MOST_TOP_K),
+        ):
+            if not 1 <= value <= most:
+                raise ValueError(f"a plan of {name}={value} was asked for: give 1 to {most}")
         self._experts = _check_tensors(spec, tensors)
         self._top_k = top_k
         self._spec = spec
@@ -81,8 +82,8 @@ class ExpertPlan:
             topk_ids: ``[T, K]`` int32; an id may repeat, and -1 contributes nothing.
             topk_weights: ``[T, K]`` float32.
             out: ``[T, H]`` float32 or bfloat16. A row without an expert here becomes zero.
-            expert_map: int32, id to row of the shard, or -1 for an expert that is not here and
-                contributes nothing. None: an id is the row.
+            expert_map: int32 ``[E]``, id to row of the shard, or -1 for an expert that is not here
+                and contributes nothing; E is at least 1. None: an id is the row.
             accumulate: Add to `out`, which is float32 then, instead of overwriting it.
             intermediate: Compute only this part of the intermediate dimension, and the partial sum
                 it gives: (begin, end), multiples of the format's group of columns (of 128 for
@@ -96,8 +97,7 @@ class ExpertPlan:
         """
         # Held until the call returns: another thread may close the plan meanwhile.
         held = self.open()
-        tokens = x.shape[0]
-        top_k = topk_ids.shape[-1]
+        tokens, top_k = batch_size(x, topk_ids)
         check_tensor("x", x, (tokens, self._spec.hidden), self._dtype)
         check_tensor("topk_ids", topk_ids, (tokens, top_k), torch.int32)
         check_tensor("topk_weights", topk_weights, (tokens, top_k), torch.float32)
@@ -107,7 +107,7 @@ class ExpertPlan:
             raise ValueError("out is torch.bfloat16, and only float32 sums are added to")
         begin, end = self._part(intermediate)
         if expert_map is not None:
-            check_tensor("expert_map", expert_map, (expert_map.numel(),), torch.int32)
+            check_map(expert_map)
         if tokens == 0 or top_k == 0:
             if not accumulate:
                 out.zero_()
@@ -157,6 +157,25 @@ class ExpertPlan:
         A `run` of another thread that has begun ends as ever, and keeps both until then.
         """
         self._native = None
+
+
+def batch_size(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[int, int]:
+    """T and K; raises ValueError unless the tensors have two dimensions each."""
+    if x.dim() != 2 or topk_ids.dim() != 2:
+        raise ValueError(
+            f"x {tuple(x.shape)} and topk_ids {tuple(topk_ids.shape)} must be [T, H] and [T, K]"
+        )
+    return x.shape[0], topk_ids.shape[1]
+
+
+def check_map(expert_map: torch.Tensor) -> None:
+    """Raises ValueError unless it is int32 ``[E]`` with an entry at least.
+
+    An empty tensor has no address, which the compiled engine takes for no map.
+    """
+    check_tensor("expert_map", expert_map, (expert_map.numel(),), torch.int32)
+    if expert_map.numel() == 0:
+        raise ValueError("expert_map has no entries: give one for each expert id")
 
 
 def check_tensor(

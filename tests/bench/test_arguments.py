@@ -1,0 +1,61 @@
+"""What a benchmark cannot measure is refused by its arguments, before anything is."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from bench import decode, load, prefill, runner
+
+BENCHES = {"decode": decode, "prefill": prefill, "load": load}
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def session(*_: object) -> None:
+        pytest.fail("the arguments were taken")
+
+    monkeypatch.setattr(runner, "session", session)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "arguments", "message"),
+    [
+        ("decode prefill load", "--format int4", "invalid choice: 'int4' (choose from"),
+        ("decode prefill load", "--contestants cache,tgi", "tgi: not among auto, "),
+        ("decode prefill load", "--contestants ,", "not among auto, "),
+        ("decode prefill load", "--gpus 0", "--gpus: 0: give at least 1"),
+        ("decode prefill load", "--gpus -1", "--gpus: -1: give at least 1"),
+        ("decode prefill load", "--gpus two", "--gpus: two: give at least 1"),
+        ("decode prefill load", "--gpus 3", "--gpus: 3: this machine shows torch 2 CUDA devices"),
+        ("load", "--gpus 2", "--gpus: loads are timed one after another"),
+        ("decode prefill", "--routing foo", "--routing: foo: not among uniform, local, model"),
+        ("decode prefill", "--routing ,", "--routing: ',': not among uniform, local, model"),
+        ("decode", "--batches 1,0", "--batches: '1,0': give numbers from 1 up"),
+        ("decode prefill", "--tokens x", "--tokens: 'x': give numbers from 1 up"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    names: str,
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in names.split():
+        monkeypatch.setattr(sys, "argv", [name, *arguments.split()])
+        with pytest.raises(SystemExit) as ended:
+            BENCHES[name].main()
+        assert ended.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_what_can_be_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = "--format fp8-block --contestants cache,vllm-gpu --gpus 2 --routing local,model"
+    monkeypatch.setattr(sys, "argv", [name, *taken.split(), "--tokens", "8,16"])
+    with pytest.raises(pytest.fail.Exception, match="the arguments were taken"):
+        BENCHES[name].main()
