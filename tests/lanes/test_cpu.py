@@ -82,7 +82,7 @@ class Layer:
 class Model:
     """Layers of one lane, and a step through all of them."""
 
-    def __init__(self, engine: CpuExpertEngine, tokens: int, timeout: float = 3.0) -> None:
+    def __init__(self, engine: CpuExpertEngine, tokens: int, timeout: float = 30.0) -> None:
         self.engine = engine
         self.lane = CpuLane(
             engine, max_layers=len(SPECS), max_tokens=MOST, device=DEVICE, timeout=timeout
