@@ -31,7 +31,7 @@ from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.lanes.captured import CapturedLayer
 from vllm_moe_offload.lanes.cpu import CpuLane
 from vllm_moe_offload.lanes.rates import measure_rates
-from vllm_moe_offload.planning import fetch_limits
+from vllm_moe_offload.planning import fetch_limits, promotion_limits
 from vllm_moe_offload.routing.simulate import simulate
 
 LAYERS, EXPERTS, TOP_K, SLOTS, HIDDEN, INTERMEDIATE = 8, 128, 8, 26, 2048, 768
@@ -146,19 +146,27 @@ def layer_us(forward: Forward, routing: str, batch: int, wake: Callable[[], None
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Arguments of `CapturedLayer`, and the split: None fetches every miss."""
+    """Arguments of `CapturedLayer`, and the split: without limits every miss is fetched."""
 
     limits: Limits | None
+    promotions: Limits | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def arrangements(split: Limits) -> dict[str, Arrangement]:
-    """What is compared. `split`: that of the measured rates."""
+def arrangements(split: Limits, promotions: Limits) -> dict[str, Arrangement]:
+    """What is compared. `split`, `promotions`: those of the measured rates."""
     misses = np.arange(EXPERTS + 1)
+    one = np.minimum(misses, 1)
+    few = misses <= 2
     return {
         "hybrid": Arrangement(split),
-        "hybrid, hits apart": Arrangement(split, {"hits_apart": True}),
-        "hybrid, cache_topk 2": Arrangement(split, {"cache_topk": 2}),
+        "hybrid, promotions": Arrangement(split, promotions),
+        "hybrid, a promotion each step": Arrangement(split, np.minimum(one, misses - split)),
+        "hybrid, few are promoted only": Arrangement(
+            np.where(few, 0, split), np.where(few, one, promotions)
+        ),
+        "hybrid, hits apart": Arrangement(split, None, {"hits_apart": True}),
+        "hybrid, cache_topk 2": Arrangement(split, None, {"cache_topk": 2}),
         "hybrid, a fetch fewer": Arrangement(np.maximum(split - 1, 0)),
         "hybrid, a fetch more": Arrangement(np.minimum(split + 1, misses)),
         "hybrid, a single miss fetched": Arrangement(np.maximum(split, misses == 1)),
@@ -210,7 +218,7 @@ class Machine:
                 **arrangement.arguments,
             )
             if arrangement.limits is not None:
-                layer.split(arrangement.limits)
+                layer.split(arrangement.limits, arrangement.promotions)
             made.append(layer)
         return made
 
@@ -235,7 +243,11 @@ def main() -> None:
     first = machine.layers(Arrangement(np.zeros(EXPERTS + 1, np.int64)))[0]
     rates = measure_rates(first.fetch, SLOTS, machine.plans[0], CUDA)
     split = fetch_limits(rates, EXPERTS)
-    print(f"{rates}\nof 1 to 16 misses are fetched {split[1:17]}", flush=True)
+    promotions = promotion_limits(rates, split)
+    print(
+        f"{rates}\nof 1 to 16 misses are fetched {split[1:17]}, promoted {promotions[1:17]}",
+        flush=True,
+    )
     both = rates.fetch_beside_cpu + rates.cpu_beside_fetch
 
     def note(who: str, routing: str, batch: int, times: list[float], beside: str = "") -> None:
@@ -261,7 +273,7 @@ def main() -> None:
         for routing in ("hits", "local", "uniform"):
             wake = machine.lane.wake
             note("vllm", routing, batch, layer_us(machine.vllm, routing, batch, wake))
-            for name, arrangement in arrangements(split).items():
+            for name, arrangement in arrangements(split, promotions).items():
                 layers = machine.layers(arrangement)
 
                 def forward(

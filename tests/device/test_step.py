@@ -32,19 +32,37 @@ class Pair:
         self.table = SlotTable(layer.num_experts, layer.num_slots)
         self.policy = make_policy(layer.policy, layer.num_experts)
         self.limits = np.arange(layer.num_experts + 1)
+        self.promotions = np.zeros(layer.num_experts + 1, np.int64)
         self.device = device_step(layer)
         self.counters = dict.fromkeys(self.device.read_counters(), 0)
 
-    def step(self, ids: np.ndarray, weights: np.ndarray, limits: np.ndarray) -> None:
-        if not np.array_equal(limits, self.limits):
-            self.limits = limits
-            self.device.set_limits(limits)
+    def step(
+        self,
+        ids: np.ndarray,
+        weights: np.ndarray,
+        limits: np.ndarray,
+        promotions: np.ndarray | None = None,
+    ) -> None:
+        if promotions is None:
+            promotions = np.zeros_like(limits)
+        tables = limits, promotions
+        if not np.array_equal(tables, (self.limits, self.promotions)):
+            self.limits, self.promotions = tables
+            self.device.set_limits(*tables)
         self.device.launch(torch.from_numpy(ids).to(DEVICE), torch.from_numpy(weights).to(DEVICE))
         self.check(ids, weights)
 
     def check(self, ids: np.ndarray, weights: np.ndarray) -> None:
         """What the last launch decided is what is planned now."""
-        plan = plan_lanes(self.table, self.policy, ids, weights, self.limits, **self.layer.lanes)
+        plan = plan_lanes(
+            self.table,
+            self.policy,
+            ids,
+            weights,
+            self.limits,
+            promotions=self.promotions,
+            **self.layer.lanes,
+        )
         assert self.device.read_plan() == plan
         np.testing.assert_array_equal(self.device.read_table().expert_of, self.table.expert_of)
         np.testing.assert_array_equal(self.device.last_used.cpu(), self.policy.last_used)
@@ -61,6 +79,7 @@ class Pair:
             fetched=plan.fetched,
             cpu_experts=len(plan.cpu),
             waves=sum(bool(wave.experts) for wave in plan.waves),
+            promoted=len(plan.promoted),
         ).items():
             self.counters[name] += count
         assert self.device.read_counters() == self.counters
@@ -106,10 +125,12 @@ def test_played_back_routings_are_decided_as_planned(routing: str, layer: Layer)
         top_k=layer.top_k,
     )
     pair = Pair(layer)
-    limits = np.minimum(np.arange(layer.num_experts + 1), 12)
+    misses = np.arange(layer.num_experts + 1)
     for step in range(PLAYED_STEPS):
         rows = 1 if step < PLAYED_STEPS // 2 else 8
-        pair.step(played.ids[step, 0, :rows], played.weights[step, 0, :rows], limits)
+        drawn = played.ids[step, 0, :rows], played.weights[step, 0, :rows]
+        pair.step(*drawn, np.minimum(misses // 2, 12), (misses + 1) // 3)
+    assert pair.counters["promoted"] > 0
 
 
 @marked
@@ -128,10 +149,13 @@ def test_a_crowded_step_among_valued_experts_is_decided_as_planned(num_waves: in
 def test_the_biggest_layer_is_decided_as_planned(num_slots: int) -> None:
     layer = Layer(512, num_slots, "lfru", top_k=16, cache_topk=5, num_waves=3, hits_apart=False)
     pair = Pair(layer)
-    for ids, weights, _ in steps(layer, np.random.default_rng(1), 3, max_tokens=64):
-        pair.step(ids, weights, np.arange(513) // 2)
+    misses = np.arange(513)
+    for ids, weights, *_ in steps(layer, np.random.default_rng(1), 3, max_tokens=64):
+        pair.step(ids, weights, misses // 8, misses)
     full = np.arange(1024, dtype=np.int32).reshape(64, 16) % 512
-    pair.step(full, np.ones((64, 16), np.float32), np.arange(513))
+    pair.step(full, np.ones((64, 16), np.float32), misses, misses)
+    if num_slots == 101:
+        assert pair.counters["promoted"] > 0
 
 
 @marked
@@ -213,7 +237,7 @@ def test_a_step_counter_that_wraps_around_misroutes_nothing() -> None:
     layer = a_layer(policy="lfru", num_waves=3)
     step = device_step(layer)
     step.step.fill_(2**31 - 4)
-    for ids, weights, _ in some_steps(layer, 8):
+    for ids, weights, *_ in some_steps(layer, 8):
         before = step.read_table().expert_of
         step.launch(torch.from_numpy(ids).to(DEVICE), torch.from_numpy(weights).to(DEVICE))
         after = replay(before, step.read_plan(), used_by(ids, 6))
@@ -230,7 +254,8 @@ def test_the_host_plans_a_step_in_between(policy: str) -> None:
     for number in range(12):
         ids = np.stack([rng.permutation(9)[:2] for _ in range(3)]).astype(np.int32)
         if number % 4 != 3:
-            pair.step(ids, rng.random((3, 2), np.float32), pair.limits)
+            misses = np.arange(10)
+            pair.step(ids, rng.random((3, 2), np.float32), misses // 2, misses)
             continue
         used = np.zeros(9, np.bool_)
         used[ids] = True
@@ -257,8 +282,9 @@ def test_a_captured_step_goes_on_from_the_one_before() -> None:
     rng = np.random.default_rng(3)
     for number in range(100):
         if number == 50:  # a new split between the lanes needs no new capture
-            pair.limits = np.minimum(np.arange(38), 2)
-            pair.device.set_limits(pair.limits)
+            pair.limits = np.minimum(np.arange(38), 1)
+            pair.promotions = pair.limits
+            pair.device.set_limits(pair.limits, pair.promotions)
         drawn = np.stack([rng.permutation(37)[:4] for _ in range(2)]).astype(np.int32)
         ids.copy_(torch.from_numpy(drawn))
         heaviness = rng.random((2, 4), np.float32)
@@ -296,6 +322,8 @@ def test_ids_and_weights_of_other_shapes_are_refused() -> None:
         step.launch(ids[::2], ids[:2].float())
     with pytest.raises(ValueError, match="one for 0 to 6 misses"):
         step.set_limits(np.zeros(6, np.int64))
+    with pytest.raises(ValueError, match="one for 0 to 6 misses"):
+        step.set_limits(np.zeros(7, np.int64), np.zeros(8, np.int64))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")

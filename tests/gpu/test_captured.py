@@ -136,7 +136,7 @@ def draw_counted(llm: LLM, name: str) -> Drawn:
     if done["mode"] == "hybrid":
         assert 0 < done["cpu_experts"] < done["misses"]
     for layer in done["layers"].values():
-        fetched = layer["misses"] - layer["cpu_experts"]
+        fetched = layer["misses"] - layer["cpu_experts"] + layer["promoted"]
         assert layer["bytes_fetched"] == fetched * layer["expert_bytes"]
     return drawn
 

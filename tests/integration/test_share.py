@@ -30,11 +30,15 @@ class Layer:
         self.num_slots, self.num_experts, self.host_bytes = num_slots, num_experts, host_bytes
         self.invalidated = False
         self.limits: Any = None
+        self.promotions: Any = None
         self.captured = SimpleNamespace(
             fetch=object(),
             step=SimpleNamespace(num_slots=num_slots, num_experts=num_experts),
-            split=lambda limits: setattr(self, "limits", limits),
+            split=self._split,
         )
+
+    def _split(self, limits: Any, promotions: Any) -> None:
+        self.limits, self.promotions = limits, promotions
 
     def invalidate(self) -> None:
         self.invalidated = True
@@ -54,22 +58,24 @@ def test_the_largest_layer_is_measured_and_all_are_split_by_it(
     lanes = {name: SimpleNamespace(plan=f"plan of {name}") for name in layers}
     with CpuExpertEngine(threads=1) as engine:
         share = made(engine, mode=mode)
-        np.testing.assert_array_equal(share.limits(8), np.arange(9) // 2)
+        np.testing.assert_array_equal(share.split(8), [np.arange(9) // 2, np.zeros(9)])
         share.measure(layers, lanes)  # type: ignore[arg-type]
         share.close()
     assert asked == [(layers["b"].captured.fetch, 2, "plan of b", CPU)]
     assert [layer.invalidated for layer in layers.values()] == [False, True, False]
     assert layers["a"].limits.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3]
-    assert len(layers["b"].limits) == 13
+    assert layers["a"].promotions.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert len(layers["b"].limits) == len(layers["b"].promotions) == 13
     assert layers["all"].limits is None, "it has no misses"
 
 
 def test_a_limit_on_the_experts_fetched_is_kept() -> None:
     with CpuExpertEngine(threads=1) as engine:
         share = made(engine, mode="hybrid", update_expert_num=2)
-        assert share.limits(12).max() == 2, "before there are rates"
+        assert share.split(12)[0].max() == 2, "before there are rates"
         share.rates = RATES
-        assert share.limits(12).max() == 2
+        limits, promotions = share.split(12)
+        assert limits.max() == (limits + promotions).max() == 2
         share.close()
 
 

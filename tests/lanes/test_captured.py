@@ -6,6 +6,9 @@ engine as the resident lane and as the CPU lane that answers the doorbell.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +35,35 @@ from vllm_moe_offload.routing import POLICIES
 CPU = torch.device("cpu")
 TOP_K, MOST = 3, 5
 
+
+class LateSide(SideStream):
+    """A side stream that does what follows as late as it may, and spoils the slots meanwhile."""
+
+    def __init__(self, layer: CapturedLayer, slots: dict[str, torch.Tensor]) -> None:
+        super().__init__(CPU)
+        self._fetch = layer.fetch
+        self._slots = slots
+        self._pairs: torch.Tensor | None = None
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        launch = self._fetch.launch
+        self._fetch.launch = self._put_off  # type: ignore[method-assign]
+        yield
+        self._fetch.launch = launch  # type: ignore[method-assign]
+
+    def _put_off(self, pairs: torch.Tensor, count: torch.Tensor) -> None:
+        assert self._pairs is None, "the last one has not been waited for"
+        self._pairs = pairs[: int(count)].clone()
+        for tensor in self._slots.values():
+            tensor[self._pairs[:, 1].long()] = float("nan")
+
+    def join_followed(self) -> None:
+        assert self._pairs is not None
+        self._fetch.launch(self._pairs, torch.tensor([len(self._pairs)], dtype=torch.int32))
+        self._pairs = None
+
+
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of the last test")
 
 
@@ -42,6 +74,8 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of
     share=st.floats(0.1, 1.0),
     policy=st.sampled_from(sorted(POLICIES)),
     fetched=st.integers(0, 9),
+    promoted=st.integers(0, 9),
+    late=st.booleans(),
     few=st.booleans(),
     hits_apart=st.booleans(),
     cache_topk=st.integers(1, TOP_K),
@@ -52,6 +86,8 @@ def test_the_sum_of_the_lanes_is_the_oracles(
     share: float,
     policy: str,
     fetched: int,
+    promoted: int,
+    late: bool,
     few: bool,
     hits_apart: bool,
     cache_topk: int,
@@ -80,7 +116,10 @@ def test_the_sum_of_the_lanes_is_the_oracles(
             cache_topk=cache_topk,
             hits_apart=hits_apart,
         )
-        layer.split(np.minimum(np.arange(num_experts + 1), fetched))
+        misses = np.arange(num_experts + 1)
+        layer.split(np.minimum(misses, fetched), np.minimum(misses, promoted))
+        if late:
+            layer._side = LateSide(layer, slots)
         step = layer.step
         for number in range(6):
             tokens = int(rng.integers(1, MOST + 1))
@@ -101,10 +140,55 @@ def test_the_sum_of_the_lanes_is_the_oracles(
             assert oracle.relative_error(got, expected) <= tolerance(spec), number
         counters = step.read_counters()
         assert counters["fetched"] + counters["cpu_experts"] == counters["misses"]
+        assert counters["promoted"] <= counters["cpu_experts"]
         if fetched == 0:
             assert counters["fetched"] == 0
+        if promoted == 0:
+            assert counters["promoted"] == 0
+        copied = layer.read_counters().bytes_fetched // layer.fetch.expert_bytes
+        assert copied == counters["fetched"] + counters["promoted"]
+        for name, tensor in slots.items():
+            for expert, slot in enumerate(step.slot_of.tolist()):
+                assert slot < 0 or torch.equal(tensor[slot], host[name][expert])
         asked = cpu.stats()["layer"].requests
         assert (asked > 0) == (counters["cpu_experts"] > 0)
+
+
+@interpreted
+def test_an_expert_that_the_cpu_computes_is_in_a_slot_for_the_next_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    spec = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
+    host = random_shard(spec, 6, generator)
+    slots = spec.layout.empty(4)
+    with CpuExpertEngine(threads=1) as engine:
+        lane = EngineLane(engine, spec, host, TOP_K, MOST)
+        cpu = CpuLane(engine, max_layers=1, max_tokens=MOST, device=CPU)
+        layer = CapturedLayer(
+            host,
+            slots,
+            EngineLane(engine, spec, slots, TOP_K, MOST),
+            SideStream(CPU),
+            cpu.add("layer", lane.plan),
+            policy="lfru",
+            top_k=TOP_K,
+        )
+        layer._side = LateSide(layer, slots)
+        layer.split(np.zeros(7, np.int64), np.ones(7, np.int64))
+        ids = torch.tensor([[4, 0, 5]], dtype=torch.int32)
+        weights = torch.rand((1, TOP_K), generator=generator)
+        everyone = torch.tensor([*range(6), -1], dtype=torch.int32)
+        hits = []
+        for _ in range(5):
+            x = torch.randn((1, spec.hidden), generator=generator)
+            got = layer.forward(x, weights, ids)
+            expected = oracle.experts(spec, host, x, ids, weights, everyone)
+            assert oracle.relative_error(got, expected) <= tolerance(spec)
+            hits.append(layer.read_counters().hits)
+        assert hits == [0, 1, 3, 6, 9]
+        done = layer.read_counters()
+        assert (done.misses, done.cpu_experts, done.promoted) == (6, 6, 3)
+        assert done.bytes_fetched == 3 * layer.fetch.expert_bytes
+        assert cpu.stats()["layer"].requests == 3
 
 
 @interpreted

@@ -1,4 +1,7 @@
-"""The split of the misses is the one that ends soonest, by trying them all."""
+"""The split of the misses is the one that ends soonest, by trying them all.
+
+And what is promoted beside it is as much as the bus has time for.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_offload.planning import LaneRates, fetch_limits
+from vllm_moe_offload.planning import LaneRates, fetch_limits, promotion_limits
 
 RATE = st.integers(1, 200)
 H100 = LaneRates(fetch=50e9, cpu=95e9, fetch_beside_cpu=46e9, cpu_beside_fetch=88e9)
@@ -42,8 +45,40 @@ def test_no_other_number_ends_sooner(
         assert chosen == max(f for f in allowed if taken[f] == soonest)
 
 
+@given(
+    fetch=RATE, cpu=RATE, beside=RATE, under=RATE, num_experts=st.integers(1, 24),
+    most=st.none() | st.integers(0, 24),
+)  # fmt: skip
+def test_as_many_are_promoted_as_come_before_the_cpu_is_done(
+    fetch: int, cpu: int, beside: int, under: int, num_experts: int, most: int | None
+) -> None:
+    rates = LaneRates(fetch, cpu, beside, under)
+    limits = fetch_limits(rates, num_experts, most)
+    promoted = promotion_limits(rates, limits, most)
+    assert promoted.shape == (num_experts + 1,)
+    for misses, (fetched, chosen) in enumerate(
+        zip(limits.tolist(), promoted.tolist(), strict=True)
+    ):
+        left = misses - fetched
+        cpu_done = Fraction(left, under)
+        may = [p for p in range(left + 1) if most is None or fetched + p <= most]
+        most_in_time = max(p for p in may if not p or Fraction(fetched + p, beside) <= cpu_done)
+        if fetched == 0 and max(may) and Fraction(1, beside) <= 3 * cpu_done:
+            most_in_time = max(most_in_time, 1)
+        assert chosen == most_in_time
+
+
 def test_on_the_machine_of_the_design() -> None:
-    assert fetch_limits(H100, 8).tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    limits = fetch_limits(H100, 8)
+    assert limits.tolist() == [0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert promotion_limits(H100, limits).tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_slow_bus_promotes_once_the_cpu_has_much_to_do() -> None:
+    slow = LaneRates(10, 90, 10, 40)
+    none = np.zeros(13, np.int64)
+    assert promotion_limits(slow, none).tolist() == [0, 0, *[1] * 6, *[2] * 4, 3]
+    assert promotion_limits(slow, none, most=0).tolist() == [0] * 13
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from vllm_moe_offload.routing import POLICIES
 
-Step = tuple[np.ndarray, np.ndarray, np.ndarray]
+# Ids, weights, and the limits of fetches and of promotions.
+Step = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def layers(draw: st.DrawFn, policy: str | None = None, max_experts: int = 24) ->
 
 
 def steps(layer: Layer, rng: np.random.Generator, count: int, max_tokens: int = 6) -> list[Step]:
-    """`count` times ids [T, K], weights [T, K] with equal ones, and limits [E + 1].
+    """`count` times ids [T, K], weights [T, K] with equal ones, and two tables of limits [E + 1].
 
     Some experts are drawn more often than others, but in some steps less often: the valued ones
     are in slots then and unused. Some rows are padding. Now and then the limits are another table:
@@ -56,7 +57,7 @@ def steps(layer: Layer, rng: np.random.Generator, count: int, max_tokens: int = 
     """
     experts, k = layer.num_experts, layer.top_k
     popularity = rng.exponential(size=experts) ** 4
-    limits = np.arange(experts + 1)
+    limits, promotions = np.arange(experts + 1), np.zeros(experts + 1, np.int64)
     drawn = []
     for _ in range(count):
         tokens = int(rng.integers(0, max_tokens + 1))
@@ -68,8 +69,8 @@ def steps(layer: Layer, rng: np.random.Generator, count: int, max_tokens: int = 
         if rng.random() < 0.2:
             tables = [np.arange(experts + 1), np.zeros(experts + 1, np.int64)]
             tables.append(rng.integers(0, experts + 1, experts + 1))
-            limits = tables[rng.integers(len(tables))]
-        drawn.append((ids, weights, limits))
+            limits, promotions = (tables[rng.integers(len(tables))] for _ in range(2))
+        drawn.append((ids, weights, limits, promotions))
     return drawn
 
 

@@ -32,7 +32,15 @@ def replay(before: np.ndarray, plan: LanePlan, used: set[int]) -> np.ndarray:
     assert len(plan.waves) and set(plan.cpu) <= used
     assert len(plan.cpu) == len(set(plan.cpu)) == plan.misses - plan.fetched
     waves = StepPlan(waves=plan.waves, hits=plan.hits, misses=plan.fetched)
-    return replay_waves(before, waves, used - set(plan.cpu))
+    slots = replay_waves(before, waves, used - set(plan.cpu))
+    # Copied beside the waves, at any time.
+    read_or_filled = {slot for wave in plan.waves for slot in wave.slots}
+    assert len({slot for _, slot in plan.promoted}) == len(plan.promoted)
+    for expert, slot in plan.promoted:
+        assert expert in plan.cpu
+        assert slot not in read_or_filled, "promoted into a slot that this step reads or fills"
+        slots[slot] = expert
+    return slots
 
 
 def heavy(ids: np.ndarray, weights: np.ndarray, count: int) -> set[int]:
@@ -50,9 +58,9 @@ def test_every_used_expert_is_in_one_wave_or_on_the_cpu(
     layer = data.draw(layers(policy))
     table = SlotTable(layer.num_experts, layer.num_slots)
     seen = make_policy(policy, layer.num_experts)
-    for ids, weights, limits in steps(layer, np.random.default_rng(seed), 8):
+    for ids, weights, limits, promotions in steps(layer, np.random.default_rng(seed), 8):
         before = table.expert_of.copy()
-        plan = plan_lanes(table, seen, ids, weights, limits, **layer.lanes)
+        plan = plan_lanes(table, seen, ids, weights, limits, promotions=promotions, **layer.lanes)
         after = replay(before, plan, used_by(ids, layer.num_experts))
         np.testing.assert_array_equal(after, table.expert_of)
         assert_bijection(table)
@@ -74,7 +82,7 @@ def test_what_is_fetched_is_heavy_and_the_most_valued_and_as_much_as_there_may_b
     layer = data.draw(layers())
     table = SlotTable(layer.num_experts, layer.num_slots)
     policy = make_policy(layer.policy, layer.num_experts)
-    for ids, weights, limits in steps(layer, np.random.default_rng(seed), 8):
+    for ids, weights, limits, _ in steps(layer, np.random.default_rng(seed), 8):
         before = deepcopy((table, policy))
         plan = plan_lanes(table, policy, ids, weights, limits, **layer.lanes)
         fetched = {e for wave in plan.waves for e, _ in wave.fetches}
@@ -105,7 +113,7 @@ def test_without_limits_it_is_the_eager_step(data: st.DataObject, seed: int) -> 
     table = SlotTable(layer.num_experts, layer.num_slots)
     policy = make_policy(layer.policy, layer.num_experts)
     limits = np.arange(layer.num_experts + 1)
-    for ids, weights, _ in steps(layer, np.random.default_rng(seed), 8):
+    for ids, weights, *_ in steps(layer, np.random.default_rng(seed), 8):
         expected = eager.step(as_mask(layer.num_experts, used_by(ids, layer.num_experts)))
         plan = plan_lanes(table, policy, ids, weights, limits, **layer.lanes)
         waves = tuple(wave for wave in plan.waves if wave.experts)
@@ -120,7 +128,7 @@ def test_the_waves_needed_hold_all_that_may_be_fetched(data: st.DataObject, seed
     layer = data.draw(layers())
     table = SlotTable(layer.num_experts, layer.num_slots)
     policy = make_policy(layer.policy, layer.num_experts)
-    for ids, weights, limits in steps(layer, np.random.default_rng(seed), 8):
+    for ids, weights, limits, _ in steps(layer, np.random.default_rng(seed), 8):
         waves = waves_needed(limits, ids.size, layer.num_slots, layer.policy)
         plan = plan_lanes(
             table,
@@ -133,6 +141,46 @@ def test_the_waves_needed_hold_all_that_may_be_fetched(data: st.DataObject, seed
             hits_apart=layer.hits_apart,
         )
         assert plan.fetched == min(limits[plan.misses], plan.misses)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), seed=SEED)
+def test_what_is_promoted_is_heavy_and_the_most_valued_of_the_rest(
+    data: st.DataObject, seed: int
+) -> None:
+    """And the waves are those of a step that promotes nothing."""
+    layer = data.draw(layers())
+    table = SlotTable(layer.num_experts, layer.num_slots)
+    policy = make_policy(layer.policy, layer.num_experts)
+    for ids, weights, limits, promotions in steps(layer, np.random.default_rng(seed), 8):
+        without, seen = deepcopy((table, policy))
+        expected = plan_lanes(without, seen, ids, weights, limits, **layer.lanes)
+        plan = plan_lanes(table, policy, ids, weights, limits, promotions=promotions, **layer.lanes)
+        assert replace(plan, promoted=()) == expected
+        place = policy.order()
+        promoted = {expert for expert, _ in plan.promoted}
+        may = set(plan.cpu) & heavy(ids, weights, layer.cache_topk)
+        assert promoted <= may
+        assert all(place[e] < min(place[list(promoted)]) for e in may - promoted if promoted)
+        # By brute force: the slots that no wave touches, the empty ones and then the least valued.
+        touched = {slot for wave in plan.waves for slot in wave.slots}
+        free = [s for s in range(layer.num_slots) if s not in touched]
+        may_leave = policy.evictable(layer.num_slots)
+        free = [s for s in free if without.expert_of[s] < 0 or may_leave[s]]
+        free.sort(key=lambda s: -1 if without.expert_of[s] < 0 else place[without.expert_of[s]])
+        assert len(promoted) == min(promotions[plan.misses], len(may), len(free))
+        assert [slot for _, slot in plan.promoted] == free[: len(promoted)]
+
+
+def test_what_the_cpu_computed_is_a_hit_from_the_next_step_on() -> None:
+    table, policy = SlotTable(8, 4), make_policy("lfru", 8)
+    ids, weights = np.array([[5, 2, 7]]), np.full((1, 3), 1 / 3)
+    none, one = np.zeros(9, np.int64), np.ones(9, np.int64)
+    on_cpu = [
+        plan_lanes(table, policy, ids, weights, none, cache_topk=3, num_waves=1, promotions=one).cpu
+        for _ in range(5)
+    ]
+    assert on_cpu == [(2, 5, 7), (2, 5), (2,), (), ()]
 
 
 @pytest.mark.parametrize(

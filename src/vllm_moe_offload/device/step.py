@@ -15,8 +15,9 @@ import torch
 from vllm_moe_offload.routing import POLICIES, LanePlan, Residency, SlotTable, Wave
 
 MAX_EXPERTS = 512
-# `steps` those that have a token; `waves` those that compute an expert.
-COUNTERS = ("steps", "tokens", "hits", "misses", "fetched", "cpu_experts", "waves")
+# `steps` those that have a token; `waves` those that compute an expert. `fetched` experts are
+# computed in slots, `promoted` ones are among `cpu_experts`.
+COUNTERS = ("steps", "tokens", "hits", "misses", "fetched", "cpu_experts", "waves", "promoted")
 
 # Ids read at once; more are read in turns. Fewer than there are threads cost as much, and each
 # number of them a compilation.
@@ -31,7 +32,10 @@ class DeviceStep:
     - `expert_maps` ``[W, E + 1]``: for each wave expert -> slot, -1 for those it does not compute;
     - `fetches` ``[W, E, 2]`` and `fetch_counts` ``[W]``: for each wave the (expert, slot) pairs to
       copy before it, the first `fetch_counts` of them; what follows those is stale;
-    - `cpu_map` ``[E + 1]``: expert -> expert for those of the CPU lane, else -1.
+    - `cpu_map` ``[E + 1]``: expert -> expert for those of the CPU lane, else -1;
+    - `promoted` ``[E, 2]`` and `promoted_count` ``[1]``: as the fetches, those of the CPU lane that
+      are to be in slots before the next step. No wave of this step reads or fills these slots, so
+      the copies may run beside all of them.
 
     Entry E of the maps is the sentinel that padding rows are routed to, always -1.
 
@@ -40,7 +44,7 @@ class DeviceStep:
     State, carried from step to step: `slot_of` int32 ``[E]``, the slot of each expert or -1 (the
     empty slots are always the last ones); `last_used` int32 ``[E]``, the step of the last use or
     -1; `value` int32 ``[E]``, what the policy counts; `step` int32 ``[1]``; `counters` int64
-    ``[len(COUNTERS)]``; `limits` int32 ``[E + 1]``, set by the host.
+    ``[len(COUNTERS)]``; `limits` int32 ``[2, E + 1]``, set by the host: of fetches, of promotions.
 
     Args:
         num_experts: E, at most `MAX_EXPERTS`.
@@ -95,13 +99,16 @@ class DeviceStep:
             self.fetches = table(num_waves, num_experts, 2, fill=-1)
             self.fetch_counts = table(num_waves, fill=0)
             self.cpu_map = table(num_experts + 1, fill=-1)
+            self.promoted = table(num_experts, 2, fill=-1)
+            self.promoted_count = table(1, fill=0)
             # One tensor, so that the host reads it, and writes it, at once.
             self._state = table(4, self._width, fill=-1)
             self.slot_of, self.last_used, self.value = self._state[:3, :num_experts]
             self.step = self._state[3, :1]
             self._state[2:].zero_()
             self.counters = table(len(COUNTERS), fill=0, dtype=torch.int64)
-            self.limits = table(num_experts + 1, fill=num_experts)
+            self.limits = table(2, num_experts + 1, fill=num_experts)
+            self.limits[1].zero_()
             # The step in which an expert was last heavy enough to be fetched: of no use after it.
             self._last_heavy = table(num_experts, fill=-1)
         self.num_warps = max(self._width // 32, 4)
@@ -143,6 +150,8 @@ class DeviceStep:
             self.cpu_map,
             self.fetches,
             self.fetch_counts,
+            self.promoted,
+            self.promoted_count,
             self.counters,
             total,
             self.num_slots,
@@ -157,16 +166,26 @@ class DeviceStep:
             num_warps=self.num_warps,
         )
 
-    def set_limits(self, limits: npt.NDArray[np.integer[Any]]) -> None:
-        """How many misses are fetched at most, by how many there are: [E + 1].
+    def set_limits(
+        self,
+        limits: npt.NDArray[np.integer[Any]],
+        promotions: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> None:
+        """How many misses are fetched at most, and how many of the others promoted: [E + 1] each.
 
-        The table is all a captured step knows of the split between the lanes: a limit on the
-        experts fetched a step (`update_expert_num`) is folded into it. ``arange(E + 1)`` fetches
-        every miss that may be fetched, zeros leave every miss to the CPU.
+        By how many misses there are. The tables are all a captured step knows of the split between
+        the lanes: a limit on the experts fetched a step (`update_expert_num`) is folded into them.
+        limits: ``arange(E + 1)`` fetches every miss that may be fetched, zeros leave every miss to
+        the CPU. promotions: None for none. Raises ValueError for other shapes.
         """
-        if limits.shape != (self.num_experts + 1,):
-            raise ValueError(f"limits {limits.shape}: give one for 0 to {self.num_experts} misses")
-        self.limits.copy_(torch.from_numpy(limits.astype(np.int32)))
+        if promotions is None:
+            promotions = np.zeros_like(limits)
+        for table in (limits, promotions):
+            if table.shape != (self.num_experts + 1,):
+                raise ValueError(
+                    f"limits {table.shape}: give one for 0 to {self.num_experts} misses"
+                )
+        self.limits.copy_(torch.from_numpy(np.stack([limits, promotions]).astype(np.int32)))
 
     def reset(self) -> None:
         """Forget what is in the slots, what the policy has seen, and the counters."""
@@ -237,12 +256,14 @@ class DeviceStep:
             experts = (*ready, *fetched)
             waves.append(Wave(experts, tuple(slots[e] for e in experts), len(fetched)))
         cpu = tuple(e for e in self.cpu_map.tolist() if e >= 0)
+        promoted = self.promoted[: int(self.promoted_count)].tolist()
         fetches = sum(wave.fetched for wave in waves)
         return LanePlan(
             waves=tuple(waves),
             cpu=cpu,
             hits=sum(len(wave.experts) for wave in waves) - fetches,
             misses=fetches + len(cpu),
+            promoted=tuple((expert, slot) for expert, slot in promoted),
         )
 
     def read_counters(self) -> dict[str, int]:

@@ -31,7 +31,7 @@ ONE = tl.constexpr(1 << 16)
 DECAY_SHIFT = tl.constexpr(6)
 PASSING_SHARE = tl.constexpr(4)
 
-NUM_COUNTERS = tl.constexpr(7)
+NUM_COUNTERS = tl.constexpr(8)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -122,6 +122,8 @@ def step_kernel(  # type: ignore[no-untyped-def]
     cpu_map,
     fetches,
     fetch_counts,
+    promoted,
+    promoted_count,
     counters,
     total,
     num_slots,
@@ -140,8 +142,8 @@ def step_kernel(  # type: ignore[no-untyped-def]
     power of two, at least E.
     """
     now = tl.load(step) + 1
-    counter = tl.arange(0, 8)
-    counted = tl.load(counters + counter, mask=counter < NUM_COUNTERS, other=0)
+    counter = tl.arange(0, NUM_COUNTERS)
+    counted = tl.load(counters + counter)
 
     # By the experts' numbers: the state after the step's use of them, and how they are sorted.
     expert = tl.arange(0, N)
@@ -155,6 +157,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
     marks = _pack(used & (slot >= 0), used & (slot < 0), slot >= 0)
     hits, misses, first_empty = _unpack(tl.sum(marks, 0))
     limit = tl.load(limits + misses)
+    most_promoted = tl.load(limits + E + 1 + misses)
 
     age = tl.where(age < 0, MAX_AGE, tl.minimum(age, MAX_AGE))  # below zero: wrapped around
     score = tl.zeros([N], tl.int64)
@@ -236,6 +239,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
     else:
         computed |= is_hit
         waves = (hits + count > 0).to(tl.int32)
+    filled = tl.minimum(count, num_empty)
     maps = expert_maps + HITS_APART * (E + 1)
     tl.store(maps + expert, tl.where(computed, slot, -1), mask=valid)
     at = count
@@ -256,6 +260,28 @@ def step_kernel(  # type: ignore[no-untyped-def]
         at += count
         waves += (count > 0).to(tl.int32)
 
+    # For later steps. Any slot that a wave has read or filled holds an expert of this step by now.
+    count = tl.minimum(num_heavy - num_admitted, most_promoted)
+    if count > 0:
+        victims = (slot >= num_slots - evictable) & (slot >= 0) & ~used
+        left_empty = num_empty - filled
+        rank = left_empty + tl.cumsum(victims.to(tl.int32), 0) - 1
+        count = tl.minimum(count, left_empty + tl.sum(victims.to(tl.int32), 0))
+        turn = num_admitted + count - 1 - heavy_above
+        slot, _promoted = _fill(
+            promoted,
+            expert,
+            slot,
+            heavy,
+            turn,
+            victims,
+            rank,
+            count,
+            first_empty + filled,
+            left_empty,
+        )
+    tl.store(promoted_count, count)
+
     tl.store(slot_of + expert, slot, mask=valid)
     on_cpu = is_miss & ~admitted
     tl.store(cpu_map + expert, tl.where(on_cpu, expert, -1), mask=valid)
@@ -266,5 +292,6 @@ def step_kernel(  # type: ignore[no-untyped-def]
     counted += tl.where(counter == 4, num_admitted, 0)
     counted += tl.where(counter == 5, misses - num_admitted, 0)
     counted += tl.where(counter == 6, waves, 0)
-    tl.store(counters + counter, counted, mask=counter < NUM_COUNTERS)
+    counted += tl.where(counter == 7, count, 0)
+    tl.store(counters + counter, counted)
     tl.store(step, now)

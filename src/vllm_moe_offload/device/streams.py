@@ -21,6 +21,7 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._forked = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._followed = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -38,6 +39,24 @@ class SideStream:
         """Let the current stream wait for what was launched in the last `fork`."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._done)
+
+    @contextmanager
+    def follow(self) -> Iterator[None]:
+        """Launches inside come after those of the last `fork`, and `join` waits for none of them.
+
+        `join_followed` has to be called before the next `fork`, and before a capture ends.
+        """
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+            self._followed.record()
+
+    def join_followed(self) -> None:
+        """Let the current stream wait for what was launched in the last `follow`."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_event(self._followed)
 
 
 class Stopwatch:

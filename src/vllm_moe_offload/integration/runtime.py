@@ -148,7 +148,7 @@ class OffloadRuntime:
                 cache_topk=share.cache_topk(module.layer_name, module.top_k),
             )
             if request is not None:
-                captured.split(share.limits(captured.step.num_experts))
+                captured.split(*share.split(captured.step.num_experts))
             return captured
 
         asking = None

@@ -16,7 +16,7 @@ from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import ConfigError
 from vllm_moe_offload.lanes import MAX_CAPTURED, CpuLane, EngineLane, OffloadedLayer
 from vllm_moe_offload.lanes.rates import measure_rates
-from vllm_moe_offload.planning import LaneRates, fetch_limits
+from vllm_moe_offload.planning import LaneRates, fetch_limits, promotion_limits
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -55,14 +55,18 @@ class CpuShare:
             )
         return most
 
-    def limits(self, num_experts: int) -> npt.NDArray[np.int64]:
-        """The split by the measured rates, for `CapturedLayer.split`; half before they are."""
+    def split(self, num_experts: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """What is fetched and what is promoted by the measured rates, for `CapturedLayer.split`.
+
+        Before they are measured half is fetched and nothing promoted.
+        """
         asked = self._config.update_expert_num
         most = num_experts if asked == "auto" else asked
         if self.rates is None:
-            half: npt.NDArray[np.int64] = np.minimum(np.arange(num_experts + 1) // 2, most)
-            return half
-        return fetch_limits(self.rates, num_experts, most)
+            half = np.minimum(np.arange(num_experts + 1) // 2, most)
+            return half, np.zeros_like(half)
+        limits = fetch_limits(self.rates, num_experts, most)
+        return limits, promotion_limits(self.rates, limits, most)
 
     def measure(
         self, layers: Mapping[str, OffloadedLayer], lanes: Mapping[str, EngineLane]
@@ -85,16 +89,20 @@ class CpuShare:
         )
         layers[name].invalidate()
         for captured in split.values():
-            captured.split(self.limits(captured.step.num_experts))
+            captured.split(*self.split(captured.step.num_experts))
         rates = {lane: rate / 1e9 for lane, rate in asdict(self.rates).items()}
+        fetched, promoted = (
+            ", ".join(map(str, table[1:9])) for table in self.split(layers[name].num_experts)
+        )
         logger.info(
             "moe_offload: fetching %.1f GB/s, beside the CPU %.1f; the CPU %.1f GB/s, beside "
-            "fetching %.1f: of 1 to 8 misses of a step %s are fetched",
+            "fetching %.1f: of 1 to 8 misses of a step %s are fetched, and %s more for later steps",
             rates["fetch"],
             rates["fetch_beside_cpu"],
             rates["cpu"],
             rates["cpu_beside_fetch"],
-            ", ".join(map(str, self.limits(layers[name].num_experts)[1:9])),
+            fetched,
+            promoted,
         )
 
     def wake(self) -> None:

@@ -28,6 +28,8 @@ HITS_APART = False
 class CapturedLayer:
     """Three lanes of one step: slots, fetches into slots, and the CPU by its doorbell.
 
+    Some of what the CPU computes is *promoted*: fetched meanwhile, and a hit from the next step on.
+
     Args:
         host: name -> ``[E, ...]``, every expert, in memory that the device reads.
         slots: name -> ``[S, ...]``, those that `resident` reads.
@@ -80,14 +82,19 @@ class CapturedLayer:
             device=some.device,
         )
 
-    def split(self, limits: npt.NDArray[np.integer[Any]]) -> None:
+    def split(
+        self,
+        limits: npt.NDArray[np.integer[Any]],
+        promotions: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> None:
         """How many misses are fetched, by how many there are: [E + 1]; the rest is the CPU's.
 
-        Without a CPU lane all are, and nothing else can be asked for.
+        promotions: [E + 1], how many of the rest are promoted; None for none. Without a CPU lane
+        all are fetched, and nothing else can be asked for.
         """
         if self._cpu is None:
             raise ValueError("without a CPU lane every miss is fetched: there is nothing to split")
-        self.step.set_limits(limits)
+        self.step.set_limits(limits, promotions)
         self._limits = limits
         self._waves = {}
 
@@ -112,7 +119,7 @@ class CapturedLayer:
         num_waves = self.num_waves(len(x))
         step.launch(topk_ids, topk_weights, num_waves)
         first = int(step.hits_apart)
-        self._launch_fetch(first)
+        self._launch_fetch(first, num_waves)
         if self._cpu is not None:
             self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
         if num_waves == 1:
@@ -126,6 +133,8 @@ class CapturedLayer:
         summed = torch.empty_like(x)
         self._cpu.wait()
         self._cpu.join(out, step.cpu_map, summed)
+        # Whatever comes next may read the slots.
+        self._side.join_followed()
         return summed
 
     def _in_waves(
@@ -144,7 +153,7 @@ class CapturedLayer:
             self._resident.compute(x, topk_weights, topk_ids, maps[0], out, False)
         for wave in range(first, num_waves):
             if wave > first:
-                self._launch_fetch(wave)
+                self._launch_fetch(wave, num_waves)
             self._side.join()
             self._resident.compute(x, topk_weights, topk_ids, maps[wave], out, wave > 0)
         return out
@@ -172,9 +181,14 @@ class CapturedLayer:
         """What all steps have done since the step's counters were reset; waits for the device."""
         return _counters(self.step, self.fetch.expert_bytes)
 
-    def _launch_fetch(self, wave: int) -> None:
+    def _launch_fetch(self, wave: int, num_waves: int) -> None:
+        step = self.step
         with self._side.fork():
-            self.fetch.launch(self.step.fetches[wave], self.step.fetch_counts[wave])
+            self.fetch.launch(step.fetches[wave], step.fetch_counts[wave])
+        # Behind the last wave's, since a wave is waited for.
+        if self._cpu is not None and wave == num_waves - 1:
+            with self._side.follow():
+                self.fetch.launch(step.promoted, step.promoted_count)
 
 
 class AskingLayer:
@@ -224,4 +238,5 @@ def with_padding(
 
 def _counters(step: DeviceStep, expert_bytes: int) -> Counters:
     counted = step.read_counters()
-    return Counters(bytes_fetched=counted.pop("fetched") * expert_bytes, **counted)
+    copied = counted.pop("fetched") + counted["promoted"]
+    return Counters(bytes_fetched=copied * expert_bytes, **counted)

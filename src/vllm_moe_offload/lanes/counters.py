@@ -10,8 +10,9 @@ class Counters:
     """Counts since the layer was built or its counters were reset.
 
     `hits` and `misses` count experts a step uses that were in a slot before it, or were not;
-    `cpu_experts` those the CPU lane computed; `bytes_fetched` bytes copied into slots; `waves`
-    the waves of all steps; `tokens` rows of real tokens.
+    `cpu_experts` those the CPU lane computed, and `promoted` those of them that were copied into
+    slots meanwhile; `bytes_fetched` all bytes copied into slots; `waves` the waves of all steps;
+    `tokens` rows of real tokens.
     """
 
     steps: int = 0
@@ -19,6 +20,7 @@ class Counters:
     hits: int = 0
     misses: int = 0
     cpu_experts: int = 0
+    promoted: int = 0
     waves: int = 0
     bytes_fetched: int = 0
 

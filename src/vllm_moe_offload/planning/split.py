@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+# How many times as long as the CPU's share the one expert that enters the slots may take: of a
+# single miss about twice on hosts of PCIe 5. Where the bus is slower by much, waiting for it at
+# every miss would cost more than a hit gains.
+_PATIENCE = 3
 
 
 @dataclass(frozen=True)
@@ -41,3 +47,25 @@ def fetch_limits(
     is_soonest = seconds <= seconds.min(axis=1, keepdims=True) * (1 + 1e-9)
     limits: npt.NDArray[np.int64] = num_experts - np.argmax(is_soonest[:, ::-1], axis=1)
     return limits
+
+
+def promotion_limits(
+    rates: LaneRates, limits: npt.NDArray[np.integer[Any]], most: int | None = None
+) -> npt.NDArray[np.int64]:
+    """How many of the CPU's experts to fetch meanwhile, by how many misses there are: [E + 1].
+
+    They are for later steps; limits: [E + 1], those fetched for the step itself. As many more as
+    the bus has time for while the CPU computes its share. Where none is fetched for the step, one
+    at least, unless that takes longer than `_PATIENCE` times the CPU's share: else an expert that
+    is the only miss of each step would stay on the CPU. most: a limit on the experts fetched a
+    step, for itself and for later.
+    """
+    on_cpu = np.arange(len(limits)) - limits
+    seconds = on_cpu / rates.cpu_beside_fetch
+    # Rounding may not decide whether a last one fits.
+    fitting = np.floor(seconds * rates.fetch_beside_cpu * (1 + 1e-9)) - limits
+    patient = seconds * _PATIENCE * rates.fetch_beside_cpu * (1 + 1e-9) >= 1
+    promoted = np.clip(np.maximum(fitting, (limits == 0) & patient), 0, on_cpu)
+    if most is not None:
+        promoted = np.minimum(promoted, most - limits)
+    return np.asarray(promoted, np.int64)

@@ -1,8 +1,9 @@
 """What one step does when its number of waves is fixed: the rest of the misses is the CPU's.
 
 A captured step cannot take as many waves as it needs, and need not fetch every miss. So each miss
-is either *admitted*, fetched into a slot and computed there, or computed by the CPU lane. What is
-here is plain Python; a device makes the same decisions on its own (`device/step.py`).
+is either *admitted*, fetched into a slot and computed there, or computed by the CPU lane. Some of
+the CPU's are *promoted*: fetched meanwhile, for later steps. What is here is plain Python; a device
+makes the same decisions on its own (`device/step.py`).
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ import numpy.typing as npt
 
 from vllm_moe_offload.routing.policy import Policy, make_policy
 from vllm_moe_offload.routing.table import EMPTY, SlotTable
-from vllm_moe_offload.routing.waves import Room, Wave, fill
+from vllm_moe_offload.routing.waves import Room, Wave, fill, victims
 
 
 @dataclass(frozen=True)
 class LanePlan:
     """One step of one layer: every expert it uses is in exactly one wave, or in `cpu`.
 
-    `waves`: as many as were asked for, the unused ones empty. `cpu`: ascending.
+    `waves`: as many as were asked for, the unused ones empty. `cpu`: ascending. `promoted`: the
+    (expert, slot) pairs, of experts in `cpu`, that are copied beside the waves, into slots that
+    none of these reads or fills.
     """
 
     waves: tuple[Wave, ...]
     cpu: tuple[int, ...]
     hits: int
     misses: int
+    promoted: tuple[tuple[int, int], ...] = ()
 
     @property
     def fetched(self) -> int:
-        """How many experts are copied into slots."""
+        """How many experts are copied into slots and computed there."""
         return sum(wave.fetched for wave in self.waves)
 
 
@@ -60,6 +64,7 @@ def plan_lanes(
     cache_topk: int,
     num_waves: int,
     hits_apart: bool = False,
+    promotions: npt.NDArray[np.integer] | None = None,
 ) -> LanePlan:
     """Decide one step and bring `table` and `policy` to their state after it.
 
@@ -75,12 +80,16 @@ def plan_lanes(
         num_waves: How many waves there are.
         hits_apart: The first wave computes the hits and waits for no fetch, so that they can be
             computed while the others arrive; those have one wave less.
+        promotions: [E + 1], how many of the CPU's experts are promoted at most, by how many misses
+            there are; None for none.
 
     Raises ValueError if there is no wave to fetch into.
 
     Of the misses that may be fetched the most valued are, as many as the limit allows and the
     waves hold: as long as those suffice they pass through as few slots as in `plan_step`, then
-    through more. With enough waves the step is the one of `plan_step`.
+    through more. With enough waves the step is the one of `plan_step`. Of those that are left the
+    most valued are promoted, into slots that are empty after the waves or hold an expert that this
+    step does not use.
     """
     fetch_waves = num_waves - hits_apart
     if fetch_waves < 1:
@@ -93,9 +102,9 @@ def plan_lanes(
     misses = int(is_miss.sum())
 
     heavy = _marked(table.num_experts, ids[_heaviest(weights, cache_topk)])
-    admitted = np.flatnonzero(is_miss & heavy)
-    admitted = admitted[np.argsort(place[admitted])]
-    admitted = _last(admitted, int(limits[misses]))
+    wanted = np.flatnonzero(is_miss & heavy)
+    wanted = wanted[np.argsort(place[wanted])]
+    admitted = _last(wanted, int(limits[misses]))
     room = Room.of(table, policy, place, used, admitted)
     need = _slots_a_wave(len(admitted), len(room.unused), fetch_waves)
     room = replace(room, passing=max(room.passing, need))
@@ -106,12 +115,38 @@ def plan_lanes(
         waves = (*_apart(waves[0]), *waves[1:])
     cpu = is_miss
     cpu[admitted] = False
+    promoted: tuple[tuple[int, int], ...] = ()
+    if promotions is not None:
+        left = wanted[: len(wanted) - len(admitted)]
+        promoted = _promote(table, room, place, used, left, int(promotions[misses]))
     return LanePlan(
         waves=waves + (Wave((), (), 0),) * (num_waves - len(waves)),
         cpu=tuple(np.flatnonzero(cpu).tolist()),
         hits=len(hits),
         misses=misses,
+        promoted=promoted,
     )
+
+
+def _promote(
+    table: SlotTable,
+    room: Room,
+    place: npt.NDArray[np.int64],
+    used: npt.NDArray[np.bool_],
+    left: npt.NDArray[np.int64],
+    most: int,
+) -> tuple[tuple[int, int], ...]:
+    """Put the most valued of `left` (least valued first) beside what the waves have left.
+
+    Once a wave has filled or read a slot, an expert of this step is in it: the slots of all others
+    are nobody's.
+    """
+    free = victims(table, place, room.evictable, used)
+    experts = _last(left, min(most, len(free)))
+    pairs = tuple(zip(experts.tolist(), free[: len(experts)].tolist(), strict=True))
+    for expert, slot in pairs:
+        table.place(expert, slot)
+    return pairs
 
 
 def _marked(num_experts: int, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:

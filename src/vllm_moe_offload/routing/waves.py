@@ -96,7 +96,7 @@ class Room:
         evictable = policy.evictable(table.num_slots)
         return cls(
             evictable=evictable,
-            unused=_victims(table, place, evictable, used),
+            unused=victims(table, place, evictable, used),
             staying=_most_valued(table, place, misses),
             passing=max(1, table.num_slots // PASSING_SHARE),
         )
@@ -122,12 +122,12 @@ def fill(
     ready = hits
     at = 0
     while at < len(misses) or (len(hits) and not waves):
-        victims = _victims(table, place, room.evictable, nobody) if waves else room.unused
+        taken = victims(table, place, room.evictable, nobody) if waves else room.unused
         if overflows:
-            victims = victims[: max(room.passing, room.going(table, victims))]
-        victims = victims[: len(misses) - at]
-        fetched = misses[at : at + len(victims)]
-        for expert, slot in zip(fetched, victims, strict=True):
+            taken = taken[: max(room.passing, room.going(table, taken))]
+        taken = taken[: len(misses) - at]
+        fetched = misses[at : at + len(taken)]
+        for expert, slot in zip(fetched, taken, strict=True):
             table.place(int(expert), int(slot))
         experts = np.concatenate((ready, fetched))
         waves.append(
@@ -153,7 +153,7 @@ def _most_valued(
     return staying
 
 
-def _victims(
+def victims(
     table: SlotTable,
     place: npt.NDArray[np.int64],
     evictable: npt.NDArray[np.bool_],
