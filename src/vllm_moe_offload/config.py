@@ -50,7 +50,8 @@ class OffloadConfig(BaseModel):
     )
     gpu_memory_gib: float | Auto | None = Field(
         default=None,
-        description="Device memory for all slots together, GiB; instead of slots_per_layer.",
+        description="Device memory for all slots and the two buffers of streamed layers together, "
+        "GiB; instead of slots_per_layer.",
     )
     policy: PolicyName = Field(
         default="lfru",
@@ -66,6 +67,13 @@ class OffloadConfig(BaseModel):
         default="auto",
         description="In the modes auto and hybrid: at most so many experts are fetched a layer a "
         "step; auto: as many as the measured rates say. In steps of up to 64 rows.",
+    )
+    stream_threshold: int | Literal["auto", "off"] = Field(
+        default="auto",
+        description="Steps of more rows than this pass whole layers through two buffers of the "
+        "device, each as large as a layer's experts; on a GPU at least 64, up to which steps are "
+        "decided on the device. auto: from where it is faster, as measured at start-up, if the "
+        "buffers leave half of the memory to the slots (not in vLLM's CPU build); off: never.",
     )
     cpu_threads: int | Auto = Field(
         default="auto",
@@ -102,6 +110,10 @@ class OffloadConfig(BaseModel):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1, or 'auto'")
+        if isinstance(self.stream_threshold, int) and self.stream_threshold < 0:
+            raise ValueError(
+                f"stream_threshold={self.stream_threshold}: give at least 0, 'auto' or 'off'"
+            )
         if isinstance(self.gpu_memory_gib, float) and not 0 < self.gpu_memory_gib < float("inf"):
             raise ValueError(f"gpu_memory_gib={self.gpu_memory_gib}: give GiB above 0, or 'auto'")
         if self.slots_per_layer is not None and self.gpu_memory_gib is not None:
@@ -122,11 +134,12 @@ class OffloadConfig(BaseModel):
                     f"mode='cpu' fetches nothing, so {sized[0]} would fill no slot: "
                     "leave it out, or use mode='cache'"
                 )
-            if "policy" in self.model_fields_set:
-                raise ValueError(
-                    "mode='cpu' has no slots, so policy would decide nothing: "
-                    "leave it out, or use mode='cache'"
-                )
+            for name in ("policy", "stream_threshold"):
+                if name in self.model_fields_set:
+                    raise ValueError(
+                        f"mode='cpu' has no slots, so {name} would decide nothing: "
+                        "leave it out, or use mode='cache'"
+                    )
         return self
 
     @classmethod

@@ -39,6 +39,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "sample_tokens": ["self", "grammar_output"],
         }
     },
+    "vllm/v1/core/sched/output.py": {"SchedulerOutput": {"total_num_scheduled_tokens": None}},
     "vllm/v1/outputs.py": {"AsyncModelRunnerOutput": {"get_output": ["self"]}},
     "vllm/model_executor/custom_op.py": {
         "": {"op_registry_oot": None},
@@ -95,7 +96,12 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
         }
     },
     "vllm/model_executor/layers/fused_moe/fused_moe_method_base.py": {
-        "FusedMoEMethodBase": {"is_monolithic": None, "moe": None}
+        "FusedMoEMethodBase": {
+            "is_monolithic": None,
+            "moe": None,
+            "moe_kernel": None,
+            "moe_quant_config": None,
+        }
     },
     "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": {
         "UnquantizedFusedMoEMethod": {

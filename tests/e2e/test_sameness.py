@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,10 @@ from tests.e2e.engines import (  # noqa: E402
 )
 from tests.e2e.faults import FAULTS  # noqa: E402
 from vllm_moe_offload import moe_offload_args  # noqa: E402
+from vllm_moe_offload.device.copies import CopyStream, Pairs  # noqa: E402
 from vllm_moe_offload.device.host import HostSlotCache  # noqa: E402
+from vllm_moe_offload.planning import TailRates  # noqa: E402
+from vllm_moe_offload.stream import CpuTail  # noqa: E402
 
 DEMO = Path(__file__).parents[2] / "models" / "demo-moe"
 
@@ -81,6 +85,47 @@ def test_float32_gives_identical_tokens_with_any_number_of_slots(model: Model) -
             assert done["bytes_fetched"] == sum(
                 layer["misses"] * layer["expert_bytes"] for layer in done["layers"].values()
             )
+
+
+def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
+    """Steps of more than four rows streamed, and all."""
+    for threshold in (4, 0):
+        settings = moe_offload_args(slots_per_layer=1, stream_threshold=threshold)
+        with engine(model.path, **settings) as ours:
+            for slots in capacities(model.num_experts)[1:]:
+                resize(ours, slots)
+                assert greedy(ours, model.prompts) == model.tokens, (threshold, slots)
+                done = stats(ours)
+                streams = slots < model.num_experts
+                for layer in done["layers"].values():
+                    assert layer["steps"] - layer["streamed"] >= 0
+                    assert (layer["streamed"] > 0) == streams
+                    assert (layer["misses"] > 0) == (streams and threshold > 0)
+                assert done["stream_threshold"] == threshold
+
+
+def test_float32_gives_identical_tokens_with_some_experts_on_the_cpu(model: Model) -> None:
+    """Of streamed steps, as on a GPU: about half of those that are not copied ahead."""
+    with engine(model.path, **moe_offload_args(slots_per_layer=1, stream_threshold=0)) as ours:
+        (runtime,) = ours.collective_rpc(lambda worker: worker._moe_offload_runtime)
+        runtime._streaming._streamer.tail = CpuTail(TailRates(copy=1.0, cpu=0.5, cpu_row=0.01))
+        assert greedy(ours, model.prompts) == model.tokens
+        done = stats(ours)
+        assert all(layer["cpu_experts"] > 0 for layer in done["layers"].values())
+        assert done["bytes_streamed"] > 0
+
+
+def test_float32_check_catches_a_fault_in_the_buffers(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = CopyStream.copy
+
+    def swap(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
+        copy(self, [(to, source.flip(0)) for to, source in pairs], **marks)
+
+    with engine(model.path, **moe_offload_args(slots_per_layer=1, stream_threshold=0)) as ours:
+        monkeypatch.setattr(CopyStream, "copy", swap)
+        assert greedy(ours, model.prompts) != model.tokens
 
 
 def test_float32_gives_identical_tokens_computed_by_the_cpu(model: Model) -> None:

@@ -36,7 +36,7 @@ def running(
         quantised,
         dtype="bfloat16",
         enforce_eager=True,
-        **moe_offload_args(mode="cache", slots_per_layer=8),
+        **moe_offload_args(mode="cache", slots_per_layer=8, stream_threshold="off"),
         **SIZES,
     ) as llm:
         yield request.param, llm

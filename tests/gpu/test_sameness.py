@@ -55,7 +55,7 @@ def test_no_further_from_float32_than_stock(kind: str, tmp_path: Path) -> None:
 
     from vllm_moe_offload.device.cuda import CudaSlotCache
 
-    settings = moe_offload_args(mode="cache", slots_per_layer=SLOTS[0])
+    settings = moe_offload_args(mode="cache", slots_per_layer=SLOTS[0], stream_threshold="off")
     host_before = anonymous_bytes()
     with (
         watch_loading() as loading,

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.model_executor.layers.fused_moe import get_config
 
 from vllm_moe_offload import UnsupportedError
-from vllm_moe_offload.experts import Format
+from vllm_moe_offload.experts import ExpertLayout, Format
 from vllm_moe_offload.host import HostStore
 from vllm_moe_offload.integration import formats
 from vllm_moe_offload.integration.formats import (
@@ -20,6 +20,7 @@ from vllm_moe_offload.integration.formats import (
     SlotBinder,
     engine_view,
 )
+from vllm_moe_offload.stream import BufferMemory, buffer_bytes
 
 E = 7
 
@@ -112,6 +113,48 @@ def test_a_format_that_converts_gives_what_it_gives_for_all_experts(num_slots: i
     assert torch.equal(layer.w13_input_scale, whole.w13_input_scale), "the largest of all experts"
 
 
+def test_a_buffer_and_slots_are_bound_to_one_layer_with_a_lane_for_each() -> None:
+    seen = []
+
+    def apply(layer: Layer, x: torch.Tensor, *rest: object) -> torch.Tensor:
+        kernel = layer.quant_method.moe_kernel
+        assert kernel.weight.data_ptr() == layer.w13_weight.data_ptr()
+        seen.append((kernel.weight.data_ptr(), len(layer.w13_weight), layer.local_num_experts))
+        return x
+
+    def process(layer: Layer) -> None:
+        layer.quant_method.moe_kernel = SimpleNamespace(
+            weight=layer.w13_weight.data, fused_experts=object()
+        )
+
+    layer, experts = Layer(), loaded()
+    layer.quant_method.apply = apply
+    layer.moe_config = SimpleNamespace(num_experts=E)
+    layer.layer_name = "layers.0"
+    binder = SlotBinder(layer, process, experts, torch.device("cpu"))
+    slots = binder.bind(0, 3)
+    over_slots = FormatLane(layer)
+    memory = BufferMemory(buffer_bytes(ExpertLayout.of(experts), E), torch.device("cpu"))
+    buffer = binder.bind_buffer(memory)
+    over_buffer = FormatLane(layer)
+    x = torch.ones(2, 6)
+    for lane in (over_buffer, over_slots, over_slots, over_buffer):
+        lane.output(x, x, x, None)
+    both = [(buffer["w13_weight"].data_ptr(), E, E), (slots["w13_weight"].data_ptr(), 3, 3)]
+    assert seen == [both[0], both[1], both[1], both[0]]
+    assert memory.holds(buffer["w13_weight"])
+    assert layer.quant_method.moe.num_local_experts == E
+
+
+def test_a_format_that_leaves_the_buffer_is_refused() -> None:
+    layer, experts = Layer(), loaded()
+    layer.layer_name = "layers.0"
+    memory = BufferMemory(buffer_bytes(ExpertLayout.of(experts), E), torch.device("cpu"))
+    binder = SlotBinder(layer, converts, experts, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match=r"layers\.0: .*w13_packed.*stream_threshold='off'"):
+        binder.bind_buffer(memory)
+
+
 def test_the_lane_sums_waves_in_float32_and_maps_with_a_sentinel() -> None:
     calls = []
 
@@ -122,7 +165,9 @@ def test_the_lane_sums_waves_in_float32_and_maps_with_a_sentinel() -> None:
     layer = Layer()
     layer.moe_config = SimpleNamespace(num_experts=E)
     layer.quant_method = SimpleNamespace(
-        apply=apply, moe_kernel=SimpleNamespace(fused_experts=object())
+        apply=apply,
+        moe_kernel=SimpleNamespace(fused_experts=object()),
+        moe_quant_config=None,
     )
     lane = FormatLane(layer)
     x = torch.randn(3, 5).to(torch.bfloat16)
@@ -134,6 +179,8 @@ def test_the_lane_sums_waves_in_float32_and_maps_with_a_sentinel() -> None:
     lane.compute(x, x, x, None, out, False)
     assert [number for _, number in calls] == [E + 1, E + 1, E + 1, E]
     assert calls[-1][0] is None
+    lane.compute(x, x, x, map_[:E], out, False)
+    assert calls[-1][1] == E, "without the sentinel"
 
 
 def test_the_triton_kernel_is_tuned_for_the_layers_experts_not_for_the_slots(
@@ -158,7 +205,9 @@ def test_the_triton_kernel_is_tuned_for_the_layers_experts_not_for_the_slots(
     layer.w13_weight, layer.w2_weight = torch.zeros(2, 8, 5), torch.zeros(2, 5, 4)
     layer.moe_config = SimpleNamespace(num_experts=E)
     layer.quant_method = SimpleNamespace(
-        apply=apply, moe_kernel=SimpleNamespace(fused_experts=Kernel())
+        apply=apply,
+        moe_kernel=SimpleNamespace(fused_experts=Kernel()),
+        moe_quant_config=None,
     )
     x, ids = torch.randn(3, 5), torch.zeros(3, 2, dtype=torch.int32)
     FormatLane(layer).compute(x, x, ids, None, torch.empty(3, 5), False)

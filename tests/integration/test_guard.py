@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.integration.plugin import register
 
+STEP = SimpleNamespace(total_num_scheduled_tokens=5)
+
 
 class Runtime:
     """A lane that fails when it is told to."""
@@ -20,6 +23,9 @@ class Runtime:
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
         self.error: Exception | None = None
+
+    def expect(self, rows: int) -> None:
+        self.calls.append(f"expect {rows}")
 
     def wake(self) -> None:
         self.calls.append("wake")
@@ -86,12 +92,12 @@ def wrapper(calls: list[str], output: Any, runtime: Runtime | None) -> WorkerWra
 def test_the_lane_is_checked_after_the_wait_for_an_output_of_later(calls: list[str]) -> None:
     runtime = Runtime(calls)
     made = wrapper(calls, Later(runtime, None), runtime)
-    assert made.execute_model(None) is None
+    assert made.execute_model(STEP) is None
     output = made.sample_tokens(None)
     assert isinstance(output, AsyncModelRunnerOutput)
-    assert calls == ["wake", "execute", "check", "wake", "sample"]
+    assert calls == ["wake", "expect 5", "execute", "check", "wake", "sample"]
     assert output.get_output() == "tokens"
-    assert calls[5:] == ["wait", "check"]
+    assert calls[6:] == ["wait", "check"]
 
 
 def test_a_failure_during_the_wait_is_raised_in_place_of_the_tokens(calls: list[str]) -> None:
@@ -101,7 +107,7 @@ def test_a_failure_during_the_wait_is_raised_in_place_of_the_tokens(calls: list[
     with pytest.raises(CpuLaneError, match="layer 3: died"):
         output.get_output()
     with pytest.raises(CpuLaneError, match="layer 3: died"):
-        made.execute_model(None)
+        made.execute_model(STEP)
 
 
 def test_an_output_that_is_there_is_checked_at_once(calls: list[str]) -> None:
@@ -123,7 +129,7 @@ def test_warm_up_is_not_counted_and_the_lane_ends_after_the_worker(calls: list[s
 def test_without_offload_nothing_is_in_the_way(calls: list[str]) -> None:
     output = object()
     made = wrapper(calls, output, None)
-    assert made.execute_model(None) is None
+    assert made.execute_model(STEP) is None
     assert made.sample_tokens(None) is output
     assert made.compile_or_warm_up_model() == 1.5
     made.shutdown()

@@ -40,6 +40,7 @@ from vllm_moe_offload.integration.compat import check_version  # noqa: E402
 from vllm_moe_offload.integration.frontend import configure  # noqa: E402
 from vllm_moe_offload.integration.layers import offloaded_layers  # noqa: E402
 from vllm_moe_offload.integration.plugin import register  # noqa: E402
+from vllm_moe_offload.stream import LayerStreamer  # noqa: E402
 
 PROMPTS = Prompts.draw(checkpoints.VOCAB)
 
@@ -127,6 +128,41 @@ def test_a_budget_sizes_the_slots(model: Path) -> None:
         budget = int(0.0005 * 2**30)
         assert slots == budget // (3 * expert)
         assert done["device_bytes"] <= budget
+
+
+def test_a_budget_is_for_slots_and_buffers(model: Path) -> None:
+    with engine(model, **moe_offload_args(gpu_memory_gib=0.00107, stream_threshold=64)) as ours:
+        done = stats(ours)
+        (slots,) = {layer["slots"] for layer in done["layers"].values()}
+        assert done["buffer_bytes"] == 2 * 16 * 24576
+        assert slots == (int(0.00107 * 2**30) - done["buffer_bytes"]) // (3 * 24576)
+        assert done["stream_threshold"] == 64
+    with (
+        pytest.raises(Exception, match=r"two buffers for streamed layers need 0.0007 GiB"),
+        engine(model, **moe_offload_args(gpu_memory_gib=0.0005, stream_threshold=64)),
+    ):
+        pass
+
+
+def test_the_first_copies_start_with_the_step(
+    model: Path, stock_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+    begin = LayerStreamer.begin
+
+    def spy(self: LayerStreamer, first: int = 0) -> None:
+        begun.append((self, first))
+        begin(self, first)
+
+    with engine(model, **moe_offload_args(slots_per_layer=4, stream_threshold=8)) as ours:
+        monkeypatch.setattr(LayerStreamer, "begin", spy)
+        ours.llm_engine.reset_prefix_cache()
+        ours.collective_rpc("moe_offload_reset_stats")
+        assert greedy(ours, PROMPTS) == stock_tokens
+        done = stats(ours)
+        streamed = {layer["streamed"] for layer in done["layers"].values()}
+        assert streamed == {len(begun)}, "once a step, and the step goes on from there"
+        assert {first for _, first in begun} == {0}
 
 
 @pytest.mark.parametrize("settings", [{}, {"slots_per_layer": "auto"}, {"gpu_memory_gib": "auto"}])

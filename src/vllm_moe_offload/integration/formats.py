@@ -15,8 +15,12 @@ from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_c
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
 from vllm_moe_offload.host import HostStore
+from vllm_moe_offload.stream import BufferMemory
 
 Tensors = dict[str, torch.Tensor]
+
+# What is less than one part in so many of a buffer may be outside it.
+_SMALL = 64
 
 
 @dataclass(frozen=True)
@@ -135,19 +139,39 @@ class SlotBinder:
                 converted[name][start : start + count].copy_(tensor[:count])
         return {name: converted[name] for name in first}
 
-    def bind(self, start: int, num_slots: int) -> Tensors:
+    def bind_buffer(self, memory: BufferMemory) -> Tensors:
+        """Build the layer's kernel over all experts in this memory; returns them.
+
+        Raises UnsupportedError where the format's processing moves them out of it.
+        """
+        onto = memory.tensors(ExpertLayout.of(self._loaded), self._num_experts)
+        bound = self.bind(0, self._num_experts, onto)
+        outside = {name: t.nbytes for name, t in bound.items() if not memory.holds(t)}
+        # Scales that are put into another form may be each layer's own.
+        if sum(outside.values()) * _SMALL > memory.nbytes:
+            raise UnsupportedError(
+                f"moe_offload on {self._layer.layer_name}: this format's kernel wants "
+                f"{', '.join(outside)} in memory of its own, so layers cannot take turns in a "
+                "buffer: use stream_threshold='off'"
+            )
+        return bound
+
+    def bind(self, start: int, num_slots: int, onto: Tensors | None = None) -> Tensors:
         """Build the layer's kernel over new slots; returns the slots.
 
         They hold the experts from `start` on; slots past the last expert hold the last one again.
+        onto: name -> ``[S, ...]`` as loaded, the memory they take; None: their own.
         """
         layer = self._layer
-        for name in list(layer._parameters):
-            delattr(layer, name)
+        # A new one: the parameters there were belong to the lane that was bound to them.
+        layer._parameters = {}
         count = min(num_slots, self._num_experts - start)
         for name, tensor in self._loaded.items():
             # Expert by expert from where it lies: gathered first it would be copied twice.
-            data = torch.empty(
-                (num_slots, *tensor.shape[1:]), dtype=tensor.dtype, device=self._device
+            data = (
+                torch.empty((num_slots, *tensor.shape[1:]), dtype=tensor.dtype, device=self._device)
+                if onto is None
+                else onto[name]
             )
             data[:count].copy_(tensor[start : start + count], non_blocking=True)
             if count < num_slots:
@@ -198,10 +222,17 @@ class SlotBinder:
 
 
 class FormatLane:
-    """The resident lane on a GPU: the format's own kernel over the slots. A `lanes.base.Lane`."""
+    """A lane on a GPU: the format's own kernel over what the layer is bound to when this is made.
+
+    A layer may be bound to slots and to a buffer, with a lane for each. A `lanes.base.Lane`.
+    """
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
+        method = layer.quant_method
+        self._parameters = layer._parameters
+        self._local_num_experts = layer.local_num_experts
+        self._kernel, self._config = method.moe_kernel, method.moe_quant_config
 
     def compute(
         self,
@@ -228,13 +259,24 @@ class FormatLane:
     ) -> torch.Tensor:
         """As `lanes.base.Lane.output`: what the kernel returns, in x's dtype."""
         layer = self._layer
+        self._activate()
         layer._expert_map = expert_map
-        layer.global_num_experts = layer.moe_config.num_experts + (expert_map is not None)
+        layer.global_num_experts = (
+            layer.moe_config.num_experts if expert_map is None else len(expert_map)
+        )
         with override_config(self._configuration(x, topk_ids)):
             part: torch.Tensor = layer.quant_method.apply(
                 layer, x, topk_weights, topk_ids, None, None
             )
         return part
+
+    def _activate(self) -> None:
+        """Put in place what the format's method looks up in the layer and in itself."""
+        layer, method = self._layer, self._layer.quant_method
+        if layer._parameters is not self._parameters:
+            layer._parameters = self._parameters
+            layer.local_num_experts = self._local_num_experts
+            method.moe_kernel, method.moe_quant_config = self._kernel, self._config
 
     def _configuration(self, x: torch.Tensor, topk_ids: torch.Tensor) -> dict[str, int] | None:
         """Tile sizes of vLLM's Triton kernel for the layer's experts; None for another kernel.

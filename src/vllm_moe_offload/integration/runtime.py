@@ -21,8 +21,9 @@ from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.graphs import limit_capture_sizes
 from vllm_moe_offload.integration.reserve import reserved_bytes
-from vllm_moe_offload.integration.selfcheck import check_layer
+from vllm_moe_offload.integration.selfcheck import check_layer, random_step
 from vllm_moe_offload.integration.share import CpuShare
+from vllm_moe_offload.integration.streaming import TRIED_ROWS, Streaming
 from vllm_moe_offload.lanes import (
     MAX_CAPTURED,
     AskingLayer,
@@ -35,8 +36,9 @@ from vllm_moe_offload.lanes import (
 from vllm_moe_offload.planning import (
     LayerShape,
     SlotPlan,
-    plan_slots,
+    plan_with_buffers,
 )
+from vllm_moe_offload.stream import BufferMemory, buffer_bytes
 
 if TYPE_CHECKING:
     from vllm_moe_offload.integration.layers import OffloadedRoutedExperts
@@ -63,6 +65,8 @@ class OffloadRuntime:
         self._side_stream: SideStream | None = None
         # On a GPU, from its first layer on.
         self._share: CpuShare | None = None
+        # Where layers are streamed, from when the first ones are planned.
+        self._streaming: Streaming | None = None
         # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
         self._slots: dict[str, int | None] = {}
 
@@ -116,8 +120,16 @@ class OffloadRuntime:
             return self._engine_lane(module, view, slots)
 
         cpu = self._engine_lane(module, view, host)
-        allocate = ExpertLayout.of(host).empty
-        return self._layer(module, host, view, allocate, resident, num_slots, cpu)
+        layout = ExpertLayout.of(host)
+        layer = self._layer(module, host, view, layout.empty, resident, num_slots, cpu)
+
+        def bind(memory: BufferMemory) -> tuple[dict[str, torch.Tensor], Lane]:
+            buffer = memory.tensors(layout, layer.num_experts)
+            return buffer, resident(buffer)
+
+        if self._streaming is not None:
+            self._streaming.add(module.layer_name, layer, bind)
+        return layer
 
     def _on_gpu(self, module: OffloadedRoutedExperts, num_slots: int) -> OffloadedLayer:
         device = torch.device(current_platform.device_type, torch.cuda.current_device())
@@ -154,7 +166,14 @@ class OffloadRuntime:
         asking = None
         if request is not None and not num_slots:
             asking = AskingLayer(module.moe_config.num_experts, module.top_k, request, device)
-        return self._layer(module, host, view, allocate, resident, num_slots, cpu, capture, asking)
+        layer = self._layer(module, host, view, allocate, resident, num_slots, cpu, capture, asking)
+
+        def bind(memory: BufferMemory) -> tuple[dict[str, torch.Tensor], Lane]:
+            return binder.bind_buffer(memory), FormatLane(module)
+
+        if self._streaming is not None:
+            self._streaming.add(module.layer_name, layer, bind)
+        return layer
 
     def _shared(self, device: torch.device) -> CpuShare:
         """The CPU's share in the steps of all layers."""
@@ -245,6 +264,14 @@ class OffloadRuntime:
                     seen.add(kind)
             if self._share is not None:
                 self._share.measure(layers, self._cpu_lanes)
+            if self._streaming is not None:
+                self._streaming.settle(
+                    layers,
+                    self._cpu_lanes,
+                    self._check_streamed,
+                    self._random_step,
+                    self._share.rates if self._share is not None else None,
+                )
             self.check()
         elif self._modules:
             logger.info(
@@ -261,6 +288,29 @@ class OffloadRuntime:
                 "on vLLM's RoutedExperts, so nothing would be offloaded: remove the settings, or "
                 "serve a mixture-of-experts model"
             )
+
+    def _check_streamed(self, name: str) -> None:
+        check_layer(
+            name,
+            self._layers()[name],
+            self._views[name].spec,
+            self._cpu_lanes[name],
+            self._modules[name].top_k,
+            rows=TRIED_ROWS,
+        )
+
+    def _random_step(self, name: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        module = self._modules[name]
+        step = random_step(
+            module.moe_config.num_experts, self._views[name].spec, module.top_k, rows
+        )
+        x, weights, ids = (tensor.to(current_platform.device_type) for tensor in step)
+        return x, weights, ids
+
+    def expect(self, rows: int) -> None:
+        """A step of so many rows comes next."""
+        if self._streaming is not None:
+            self._streaming.expect(rows)
 
     def wake(self) -> None:
         """Before a step is launched: the CPU lane watches for its requests."""
@@ -299,7 +349,9 @@ class OffloadRuntime:
         """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes.
 
         The totals are sums over the layers, but for steps and tokens: every layer sees each once.
-        `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split.
+        `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split;
+        `buffer_bytes`: what the buffers of streamed layers take of the device's memory beside
+        `device_bytes`; `stream_threshold`: the most rows of a step that is not streamed, or None.
         """
         total = Counters()
         layers = {}
@@ -325,6 +377,8 @@ class OffloadRuntime:
             "cpu_threads": self.engine.threads,
             "isa": self.engine.isa,
             "device_bytes": sum(layer["device_bytes"] for layer in layers.values()),
+            "buffer_bytes": self._buffer_bytes,
+            "stream_threshold": self._streaming.threshold if self._streaming is not None else None,
             "host_bytes": sum(layer["host_bytes"] for layer in layers.values()),
             "layers": layers,
         }
@@ -363,28 +417,58 @@ class OffloadRuntime:
         if self.config.mode == "cpu":
             return SlotPlan(tuple(0 for _ in shapes), fits=False), ""
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
-        free = self.device.free_memory()
-        if isinstance(slots, int):
-            plan = plan_slots(shapes, slots_per_layer=slots, budget_bytes=None)
-        elif isinstance(gib, float):
-            budget = int(gib * _GIB) - self._slot_bytes
-            plan = plan_slots(shapes, slots_per_layer=None, budget_bytes=budget)
-        else:
-            if current_platform.is_cuda():
-                moe_configs = [module.moe_config for module in modules]
-                free = max(free - reserved_bytes(self._vllm_config, moe_configs), 0)
-            plan = plan_slots(shapes, slots_per_layer=None, budget_bytes=free)
-        needed = sum(
+        free = budget = self.device.free_memory()
+        if isinstance(gib, float):
+            budget = int(gib * _GIB) - self._slot_bytes - self._buffer_bytes
+        elif not isinstance(slots, int) and current_platform.is_cuda():
+            moe_configs = [module.moe_config for module in modules]
+            free = budget = max(free - reserved_bytes(self._vllm_config, moe_configs), 0)
+        plan, buffers = plan_with_buffers(
+            shapes,
+            slots_per_layer=slots if isinstance(slots, int) else None,
+            budget_bytes=budget,
+            buffer_bytes=self._wanted_buffers(modules),
+            is_wanted=isinstance(self.config.stream_threshold, int),
+        )
+        needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
         )
+        and_buffers = f" and {buffers / _GIB:.2f} GiB in buffers" if buffers else ""
         needs = (
-            f"{max(plan.slots)} slots in each of {len(shapes)} layers need {needed / _GIB:.2f} GiB "
-            f"of device memory and {free / _GIB:.2f} GiB are left for them after the rest of the "
-            "model"
+            f"{max(plan.slots)} slots in each of {len(shapes)} layers{and_buffers} need "
+            f"{needed / _GIB:.2f} GiB of device memory and {free / _GIB:.2f} GiB are left for them "
+            "after the rest of the model"
         )
         if needed > free:
             raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self.store.needs()})")
+        if buffers:
+            threshold = self.config.stream_threshold
+            self._streaming = Streaming(
+                threshold if isinstance(threshold, int) else None,
+                buffers,
+                torch.device(current_platform.device_type),
+            )
         return plan, needs
+
+    def _wanted_buffers(self, modules: list[OffloadedRoutedExperts]) -> int:
+        """Bytes of two buffers that any of these layers fits into; 0 where none are to be made.
+
+        Layers that come later (those of a draft model) take turns in the buffers there are.
+        """
+        threshold = self.config.stream_threshold
+        if self._streaming is not None or threshold == "off":
+            return 0
+        if threshold == "auto" and current_platform.is_cpu():
+            return 0  # a copy from memory to memory runs beside nothing
+        return 2 * max(
+            buffer_bytes(ExpertLayout.of(module.host), module.moe_config.num_experts)
+            for module in modules
+        )
+
+    @property
+    def _buffer_bytes(self) -> int:
+        """Bytes that the buffers of streamed layers take."""
+        return self._streaming.device_bytes if self._streaming is not None else 0
 
     @property
     def _slot_bytes(self) -> int:

@@ -23,33 +23,35 @@ class SelfCheckError(OffloadError):
     """The device and the CPU do not compute the same from the same experts."""
 
 
-def check_layer(name: str, layer: OffloadedLayer, spec: ExpertSpec, cpu: Lane, top_k: int) -> None:
+def check_layer(
+    name: str,
+    layer: OffloadedLayer,
+    spec: ExpertSpec,
+    cpu: Lane,
+    top_k: int,
+    *,
+    rows: int | None = None,
+) -> None:
     """Compute random rows through slots and through the engine; SelfCheckError if they differ.
 
     `top_k`: experts a row is routed to. Every expert takes part, so all of them pass through the
     slots in waves. Where the device decides steps, there is one of each power of two of rows, which
-    compiles its kernels, up to one that the host plans.
+    compiles its kernels, up to one that the host plans. rows: of one step instead of those.
     """
-    generator = torch.Generator().manual_seed(0)
-    rows = max(ROWS, -(-layer.num_experts // top_k))
-    # Types are given: while a model is loaded the default is the model's.
-    x = torch.randn((rows, spec.hidden), generator=generator, dtype=torch.float32).to(
-        spec.activation_dtype
-    )
-    order = torch.randperm(rows * top_k, generator=generator) % layer.num_experts
-    ids = order.view(rows, top_k).to(torch.int32)
-    weights = torch.rand((rows, top_k), generator=generator, dtype=torch.float32) / top_k
+    x, weights, ids = random_step(layer.num_experts, spec, top_k)
     expected = torch.empty(x.shape, dtype=torch.float32)
     cpu.compute(x, weights, ids, None, expected, False)
 
     device = current_platform.device_type
     given = [tensor.to(device) for tensor in (x, weights, ids)]
-    sizes = [rows]
-    if layer.decides_on_device:
+    sizes = [len(x)]
+    if rows is not None:
+        sizes = [rows]
+    elif layer.decides_on_device:
         sizes = [1 << n for n in range(MAX_CAPTURED.bit_length() + 1)]
     worst = 0.0
     for size in sizes:
-        these = torch.arange(size) % rows
+        these = torch.arange(size) % len(x)
         got = layer.forward(*(tensor[these.to(device)] for tensor in given))
         worst = max(worst, _error(got, expected[these]))
     layer.reset_counters()
@@ -62,6 +64,22 @@ def check_layer(name: str, layer: OffloadedLayer, spec: ExpertSpec, cpu: Lane, t
             "this is a fault of vllm-moe-offload or of the kernel: serve without moe_offload and "
             "report the model, the vLLM version and this line"
         )
+
+
+def random_step(
+    num_experts: int, spec: ExpertSpec, top_k: int, rows: int = ROWS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weights and ids of so many rows, or of as many as it takes to use every expert."""
+    generator = torch.Generator().manual_seed(0)
+    rows = max(rows, -(-num_experts // top_k))
+    # Types are given: while a model is loaded the default is the model's.
+    x = torch.randn((rows, spec.hidden), generator=generator, dtype=torch.float32).to(
+        spec.activation_dtype
+    )
+    order = torch.randperm(rows * top_k, generator=generator) % num_experts
+    ids = order.view(rows, top_k).to(torch.int32)
+    weights = torch.rand((rows, top_k), generator=generator, dtype=torch.float32) / top_k
+    return x, weights, ids
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -25,7 +25,7 @@ def install() -> None:
         "load_model": _load_model,
         "compile_or_warm_up_model": _warm_up,
         "sample_tokens": _guarded(lambda self, *a, **k: self.worker.sample_tokens(*a, **k)),
-        "execute_model": _guarded(WorkerWrapperBase.execute_model),
+        "execute_model": _guarded(_announced(WorkerWrapperBase.execute_model)),
         "shutdown": _shutdown(WorkerWrapperBase.shutdown),
         "moe_offload_stats": _stats,
         "moe_offload_reset_stats": _reset_stats,
@@ -64,6 +64,19 @@ def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
 
     guarded.__moe_offload__ = True  # type: ignore[attr-defined]
     return guarded
+
+
+def _announced(execute: Callable[..., Any]) -> Callable[..., Any]:
+    """This step, of whose size the offloaded layers hear before it is made ready."""
+
+    @functools.wraps(execute)
+    def announced(self: WorkerWrapperBase, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime = self.__dict__.get(_RUNTIME)
+        if runtime is not None:
+            runtime.expect(scheduler_output.total_num_scheduled_tokens)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    return announced
 
 
 def _shutdown(original: Callable[[WorkerWrapperBase], None]) -> Callable[[WorkerWrapperBase], None]:

@@ -23,7 +23,8 @@ class Lane(Protocol):
 
         x: [T, H]; topk_weights: float32 [T, K]; topk_ids: int32 [T, K] in 0..E, E being the
         sentinel of rows that route nowhere; expert_map: int32 [E + 1], expert -> row of the shard's
-        tensors or -1 (None: expert e is row e, the sentinel nowhere); out: float32 [T, H].
+        tensors or -1 (None: expert e is row e, the sentinel nowhere; [E] where no id is the
+        sentinel); out: float32 [T, H].
         """
 
     def output(

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass
 class Counters:
     """Counts since the layer was built or its counters were reset.
 
-    `hits` and `misses` count experts a step uses that were in a slot before it, or were not;
-    `cpu_experts` those the CPU lane computed, and `promoted` those of them that were copied into
-    slots meanwhile; `bytes_fetched` all bytes copied into slots; `waves` the waves of all steps;
-    `tokens` rows of real tokens.
+    `hits` and `misses` count experts a step uses that were in a slot before it, or were not, but
+    for streamed steps, which use all; `cpu_experts` those the CPU lane computed, and `promoted`
+    those of them that were copied into slots meanwhile; `bytes_fetched` all bytes copied into
+    slots; `waves` the waves of all steps; `tokens` rows of real tokens; `streamed` the steps whose
+    experts all passed through a buffer, and `bytes_streamed` what was copied there from host
+    memory.
     """
 
     steps: int = 0
@@ -23,6 +25,8 @@ class Counters:
     promoted: int = 0
     waves: int = 0
     bytes_fetched: int = 0
+    streamed: int = 0
+    bytes_streamed: int = 0
 
     def __iadd__(self, other: Counters) -> Counters:
         for name, value in asdict(other).items():

@@ -16,6 +16,7 @@ from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedL
 from vllm_moe_offload.lanes.counters import Counters
 from vllm_moe_offload.lanes.planned import PlannedLayer
 from vllm_moe_offload.routing import Residency
+from vllm_moe_offload.stream import InSlots, LayerStreamer, StreamedLayer
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -70,6 +71,9 @@ class OffloadedLayer:
         self._residency: Residency | None = None
         self._slots: _Slots | None = None
         self._is_in_graph = False
+        self._streamed: StreamedLayer | None = None
+        # Rows of streamed steps; on the device where only it knows which of them are tokens.
+        self._streamed_tokens: int | torch.Tensor = 0
         if num_slots:
             self.resize(num_slots)
 
@@ -82,6 +86,11 @@ class OffloadedLayer:
     def decides_on_device(self) -> bool:
         """Whether steps of up to `MAX_CAPTURED` rows are decided on the device."""
         return self._on_device() is not None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether large steps may pass through a buffer."""
+        return self._streamed is not None
 
     @property
     def device_bytes(self) -> int:
@@ -102,6 +111,7 @@ class OffloadedLayer:
     def counters(self) -> Counters:
         """A copy of what has been counted; waits for the device."""
         counted = replace(self._counted)
+        counted.tokens += int(self._streamed_tokens)
         if (on_device := self._on_device()) is not None:
             counted += on_device.read_counters()
         return counted
@@ -109,6 +119,7 @@ class OffloadedLayer:
     def reset_counters(self) -> None:
         """Start to count anew."""
         self._counted = Counters()
+        self._streamed_tokens = 0
         if (on_device := self._on_device()) is not None:
             on_device.step.reset_counters()
 
@@ -116,6 +127,14 @@ class OffloadedLayer:
     def captured(self) -> CapturedLayer | None:
         """What decides on the device over the slots there are, if anything does."""
         return self._slots.captured if self._slots is not None else None
+
+    def stream_through(self, streamer: LayerStreamer, buffer: Tensors, lane: Lane) -> None:
+        """Let a step that `streamer` takes, larger than the device decides on, pass through it.
+
+        buffer: name -> ``[E, ...]``, in the streamer's memory; lane: over it. Layers are to call
+        this in the order in which a step runs them.
+        """
+        self._streamed = streamer.add(self._host, buffer, lane, self._cpu, self._in_slots)
 
     def resize(self, num_slots: int) -> None:
         """Take `num_slots` empty slots instead of those there are; no step may be under way.
@@ -127,7 +146,7 @@ class OffloadedLayer:
             self._residency = Residency(self.num_experts, num_slots, self._policy)
         if self.captured is not None:
             self.captured.step.read_into(self._residency)
-        self._counted = self.counters
+        self._counted, self._streamed_tokens = self.counters, 0
         # Freed before the new slots are allocated: if that fails none is left, and a step says so.
         self._slots = None
         self._residency.resize(num_slots)
@@ -172,6 +191,7 @@ class OffloadedLayer:
         if self._residency is None or slots is None:
             return
         self._residency.invalidate()
+        self._leave_stream()
         slots.is_filled = False
         if slots.captured is not None:
             if self.num_slots == self.num_experts:
@@ -207,8 +227,22 @@ class OffloadedLayer:
         if self.num_slots == self.num_experts:
             return self._all_resident(self._slots, x, weights, routed, ids)
         if self.captured is not None and len(x) <= MAX_CAPTURED:
+            self._leave_stream()
             return self.captured.forward(x, weights, ids)
+        if self._is_in_graph and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph is captured for {len(x)} rows, but a step of an offloaded layer "
+                f"can be captured for {MAX_CAPTURED} at most"
+            )
+        if self._streamed is not None and self._streamed.takes(len(x)):
+            return self._through_buffer(self._streamed, x, weights, routed, ids, padding)
+        self._leave_stream()
         return self._planned(self._slots, x, weights, ids)
+
+    def _leave_stream(self) -> None:
+        """What is in slots changes now, which copies for this layer do not know of."""
+        if self._streamed is not None:
+            self._streamed.forget()
 
     def _on_device(self) -> CapturedLayer | AskingLayer | None:
         return self.captured if self.captured is not None else self._asking
@@ -236,15 +270,40 @@ class OffloadedLayer:
         self._counted += Counters(steps=1, tokens=tokens, hits=int(used.sum()), waves=1)
         return out.to(x.dtype)
 
+    def _through_buffer(
+        self,
+        streamed: StreamedLayer,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        routed: torch.Tensor,
+        ids: torch.Tensor,
+        padding: torch.Tensor | None,
+    ) -> torch.Tensor:
+        done = streamed.output(x, weights, routed, ids)
+        self._streamed_tokens += len(x) if padding is None else (~padding).sum()
+        self._counted += Counters(
+            steps=1,
+            waves=1,
+            streamed=1,
+            bytes_streamed=done.copied * self.layout.nbytes,
+            cpu_experts=done.computed,
+        )
+        return done.out.to(x.dtype)
+
+    def _in_slots(self) -> InSlots:
+        """What is in slots now, for the streamer."""
+        assert self._residency is not None
+        assert self._slots is not None
+        if self.captured is not None:
+            slot_of = self.captured.step.slot_of
+        else:
+            slot_of = torch.from_numpy(self._residency.table.slot_of)
+        return InSlots(self._slots.cache.tensors, slot_of)
+
     def _planned(
         self, slots: _Slots, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """A step of the host's; where the device has the state, it is borrowed for it."""
-        if self._is_in_graph and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"a CUDA graph is captured for {len(x)} rows, but a step of an offloaded layer "
-                f"can be captured for {MAX_CAPTURED} at most"
-            )
         planned = slots.planned
         used, tokens = self._used(ids)
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)

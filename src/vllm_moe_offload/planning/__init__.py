@@ -2,5 +2,18 @@
 
 from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, plan_slots
 from vllm_moe_offload.planning.split import LaneRates, fetch_limits, promotion_limits
+from vllm_moe_offload.planning.stream import plan_with_buffers, stream_threshold
+from vllm_moe_offload.planning.tail import TailRates, experts_for_cpu
 
-__all__ = ["LaneRates", "LayerShape", "SlotPlan", "fetch_limits", "plan_slots", "promotion_limits"]
+__all__ = [
+    "LaneRates",
+    "LayerShape",
+    "SlotPlan",
+    "TailRates",
+    "experts_for_cpu",
+    "fetch_limits",
+    "plan_slots",
+    "plan_with_buffers",
+    "promotion_limits",
+    "stream_threshold",
+]

@@ -1,0 +1,61 @@
+"""Copies beside the computing stream, ordered with it by marks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Mark:
+    """A place in the work of a stream that another stream can wait for.
+
+    On a device without streams, where work is done when its call returns, it is nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """Here, on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """What comes next on the current stream comes after the last `record`, if there was one."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+
+class CopyStream:
+    """A stream of copies; on a device without streams they are made where they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Mark:
+        """A mark that has not been recorded."""
+        return Mark(self._device)
+
+    def copy(self, pairs: Pairs, *, after: Mark, done: Mark) -> None:
+        """Once `after` has been passed copy each (to, from), one by one; then `done` is passed."""
+        if self._stream is None:
+            copy(pairs)
+            return
+        with torch.cuda.stream(self._stream):
+            after.wait()
+            copy(pairs)
+            done.record()
+
+
+def copy(pairs: Pairs) -> None:
+    """Copy each (to, from) on the current stream."""
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)

@@ -1,0 +1,176 @@
+"""Streamed steps of one worker: the buffers' memory, the layers that take turns in it, and when."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_moe_offload.device.copies import CopyStream
+from vllm_moe_offload.device.streams import Stopwatch
+from vllm_moe_offload.errors import UnsupportedError
+from vllm_moe_offload.lanes import MAX_CAPTURED, Lane, OffloadedLayer
+from vllm_moe_offload.planning import LaneRates, TailRates, stream_threshold
+from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer
+
+logger = init_logger(f"vllm.{__name__}")
+
+# Rows of the steps that are checked and timed: the least that no device decides on, twice over.
+TRIED_ROWS = 2 * MAX_CAPTURED
+_TIMES = 3
+# Rows of an expert at which the CPU is timed beside one: it computes there, and no longer reads.
+_MANY_ROWS = 64
+
+# x, weights and ids on the device.
+Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+# Gives a layer's tensors in a buffer, name -> [E, ...], and the lane over them.
+Bind = Callable[[BufferMemory], tuple[dict[str, torch.Tensor], Lane]]
+
+
+class Streaming:
+    """The streamer and its two buffers, of `nbytes` together.
+
+    `threshold`: as set, or None for the one that is measured.
+    """
+
+    def __init__(self, threshold: int | None, nbytes: int, device: torch.device) -> None:
+        self._threshold = threshold
+        self._device = device
+        self._memory = tuple(BufferMemory(nbytes // 2, device) for _ in range(2))
+        self._streamer = LayerStreamer(CopyStream(device))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device's memory the buffers take."""
+        return sum(memory.nbytes for memory in self._memory)
+
+    @property
+    def threshold(self) -> int | None:
+        """The most rows of a step that is not streamed; None: no step is."""
+        return self._streamer.threshold
+
+    def add(self, name: str, layer: OffloadedLayer, bind: Bind) -> None:
+        """Let a layer take its turns; layers come in the order in which a step runs them.
+
+        Raises UnsupportedError where its format does not go with it and a threshold was set.
+        """
+        if layer.num_slots == layer.num_experts:
+            return
+        try:
+            buffer, lane = bind(self._memory[self._streamer.num_layers % 2])
+        except UnsupportedError as error:
+            if self._threshold is not None:
+                raise
+            logger.warning("moe_offload: the layer is not streamed: %s", error)
+            return
+        except ValueError as error:
+            logger.warning("moe_offload: %s is not streamed: %s", name, error)
+            return
+        layer.stream_through(self._streamer, buffer, lane)
+
+    def settle(
+        self,
+        layers: Mapping[str, OffloadedLayer],
+        cpu: Mapping[str, Lane],
+        check: Callable[[str], None],
+        step: Callable[[str, int], Step],
+        rates: LaneRates | None,
+    ) -> None:
+        """Once all layers are there: do they compute the same, and from how many rows on it pays.
+
+        cpu: the lanes over host memory; check: compares a step of `TRIED_ROWS` of the layer of this
+        name with the CPU's; step: gives one of at least so many rows that uses every expert; rates:
+        how fast the lanes are beside one another, None where every missing expert is to be copied.
+        """
+        streamed = {name: layer for name, layer in layers.items() if layer.is_streamed}
+        if not streamed:
+            return
+        both = list(streamed)[:2]  # one for each buffer
+        self._streamer.threshold = 0
+        for name in both:
+            check(name)
+        # The last layer: behind it no copies are started for another.
+        name, layer = list(streamed.items())[-1]
+        tried = step(name, TRIED_ROWS)
+        seconds = self._seconds(layer, tried, 0)
+        if rates is not None:
+            tail = self._tail_rates(cpu[name], step(name, 1), seconds / layer.num_experts, rates)
+            self._streamer.tail = CpuTail(tail)
+            for other in both:
+                check(other)
+            seconds = self._seconds(layer, tried, 0)
+        threshold = self._threshold
+        if threshold is None:
+            threshold = stream_threshold(
+                layer.num_experts,
+                tried[2].shape[1],
+                waves_seconds=self._seconds(layer, tried, None),
+                stream_seconds=seconds,
+            )
+        if threshold is not None and layer.decides_on_device:
+            threshold = max(threshold, MAX_CAPTURED)
+        self._streamer.threshold = threshold
+        logger.info(
+            "moe_offload: %.3f GiB in two buffers; a streamed layer of %d experts takes %.2f ms, "
+            "and steps of %s are streamed",
+            self.device_bytes / 2**30,
+            layer.num_experts,
+            1e3 * seconds,
+            "no size" if threshold is None else f"more than {threshold} rows",
+        )
+
+    def expect(self, rows: int) -> None:
+        """A step of so many rows comes next: the first copies of a streamed one start now."""
+        if self._streamer.takes(rows):
+            self._streamer.begin()
+        else:
+            self._streamer.end()
+
+    def _tail_rates(
+        self, cpu: Lane, step: Step, copy_seconds: float, rates: LaneRates
+    ) -> TailRates:
+        """What an expert takes of each lane while both run.
+
+        step: names every expert about once; copy_seconds: an expert's, with the CPU idle.
+        """
+        x, weights, ids = (tensor.cpu() for tensor in step)
+        num_experts = int(ids.max()) + 1
+        seconds = []
+        for turns in (1, _MANY_ROWS):
+            xs, ws, names = (tensor.repeat(turns, 1) for tensor in (x, weights, ids))
+            out = torch.empty(xs.shape, dtype=torch.float32)
+            taken = []
+            for _ in range(_TIMES):
+                began = time.perf_counter()
+                cpu.compute(xs, ws, names, None, out, False)
+                taken.append(time.perf_counter() - began)
+            seconds.append(min(taken) / num_experts)
+        row = max((seconds[1] - seconds[0]) / (_MANY_ROWS - 1), 0.0)
+        slower = rates.cpu / rates.cpu_beside_fetch
+        return TailRates(
+            copy=copy_seconds * rates.fetch / rates.fetch_beside_cpu,
+            cpu=max(seconds[0] - row, 0.0) * slower,
+            cpu_row=row * slower,
+        )
+
+    def _seconds(
+        self,
+        layer: OffloadedLayer,
+        step: Step,
+        threshold: int | None,
+    ) -> float:
+        """The least of a few steps."""
+        self._streamer.threshold = threshold
+        watch, taken = Stopwatch(self._device), []
+        for _ in range(_TIMES):
+            # Nothing is in slots, which is how a prompt of another kind finds them.
+            layer.invalidate()
+            watch.start()
+            layer.forward(*step)
+            watch.stop()
+            taken.append(watch.seconds())
+        layer.invalidate()
+        layer.reset_counters()
+        return min(taken)

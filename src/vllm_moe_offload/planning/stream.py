@@ -1,0 +1,76 @@
+"""When whole layers are streamed: from how many rows on, and whether there is memory for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from vllm_moe_offload.errors import MemoryShortError
+from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, plan_slots
+
+_GIB = 2**30
+# Of memory that is to be divided, buffers nobody asked for by name take one part in so many at
+# most: what they speed up is prefill, and every slot less slows down every step of decoding.
+_SHARE = 2
+
+
+def stream_threshold(
+    num_experts: int, top_k: int, *, waves_seconds: float, stream_seconds: float
+) -> int | None:
+    """The most rows of a step that waves serve no slower than streaming; None: of any step.
+
+    A step by waves takes its share of `waves_seconds`, which one that uses every expert takes:
+    with T rows ``1 - (1 - K/E)^T`` of the experts are expected to be used, if all are used alike.
+    A streamed step takes `stream_seconds`, whatever it uses.
+    """
+    if stream_seconds >= waves_seconds:
+        return None
+    unused = 1 - top_k / num_experts
+    if unused <= 0:
+        return 0
+    return int(math.log1p(-stream_seconds / waves_seconds) / math.log(unused))
+
+
+def plan_with_buffers(
+    layers: Sequence[LayerShape],
+    *,
+    slots_per_layer: int | None,
+    budget_bytes: int,
+    buffer_bytes: int,
+    is_wanted: bool,
+) -> tuple[SlotPlan, int]:
+    """Slots of each layer, and bytes for all buffers: `buffer_bytes`, or 0 for none.
+
+    `slots_per_layer` are taken from `budget_bytes` first, and the buffers if they fit into the
+    rest; sized automatically (None) the slots get what the buffers leave. Buffers that are not
+    wanted by name (`is_wanted`) are left out where they would take more than half of what is
+    divided, and none are needed where every expert has a slot. Raises as `plan_slots`, and
+    MemoryShortError where there is no room for buffers that are wanted.
+    """
+    alone = plan_slots(
+        layers,
+        slots_per_layer=slots_per_layer,
+        budget_bytes=budget_bytes if slots_per_layer is None else None,
+    )
+    if alone.fits or not buffer_bytes:
+        return alone, 0
+    if slots_per_layer is not None:
+        taken = sum(
+            count * layer.expert_bytes for count, layer in zip(alone.slots, layers, strict=True)
+        )
+        fits = taken + buffer_bytes <= budget_bytes
+    else:
+        one_each = sum(layer.expert_bytes for layer in layers)
+        fits = buffer_bytes + one_each <= budget_bytes
+        fits = fits and (is_wanted or buffer_bytes * _SHARE <= budget_bytes)
+    if not fits and is_wanted:
+        raise MemoryShortError(
+            f"two buffers for streamed layers need {buffer_bytes / _GIB:.4f} GiB beside the slots, "
+            f"and there are {budget_bytes / _GIB:.4f} GiB for both: give more memory or fewer "
+            "slots, or leave stream_threshold out"
+        )
+    if not fits:
+        return alone, 0
+    if slots_per_layer is None:
+        alone = plan_slots(layers, slots_per_layer=None, budget_bytes=budget_bytes - buffer_bytes)
+    return alone, buffer_bytes

@@ -1,0 +1,206 @@
+"""Layers through buffers on a GPU: stock's own bits, however late the copies or the kernels are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+
+from tests.e2e.engines import (
+    Prompts,
+    engine,
+    errors,
+    is_no_further,
+    log_probabilities,
+    resize,
+    stats,
+)
+from tests.engine.oracle import relative_error
+from tests.gpu import checkpoints
+from tests.gpu.oracle import checked_layers
+from tests.gpu.test_layer import FLOOR, ROUNDING, draw
+from tests.gpu.test_sameness import SIZES
+from vllm_moe_offload import moe_offload_args
+from vllm_moe_offload.device.copies import CopyStream, Mark
+from vllm_moe_offload.integration.formats import FormatLane
+from vllm_moe_offload.lanes import OffloadedLayer
+from vllm_moe_offload.planning import TailRates
+from vllm_moe_offload.stream import CpuTail
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+E, SLOTS = checkpoints.EXPERTS, 24
+ROWS = (65, 200, 512)
+CYCLES = 20_000_000  # about 10 ms: a layer's copies take 20
+
+
+@pytest.fixture(scope="module", params=checkpoints.KINDS)
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple]:
+    quantised, _ = checkpoints.write(request.param, tmp_path_factory.mktemp("stream"), seed=3)
+    settings = moe_offload_args(mode="cache", slots_per_layer=SLOTS, stream_threshold=64)
+    with engine(quantised, dtype="bfloat16", enforce_eager=True, **settings, **SIZES) as llm:
+        yield request.param, llm
+
+
+def layers(llm: Any) -> list[OffloadedLayer]:
+    return [checked.layer for checked in checked_layers(llm)]
+
+
+def run(llm: Any, seed: int = 0) -> list[torch.Tensor]:
+    """Steps of all layers, small ones between: what the large ones gave."""
+    outputs = []
+    for rows in ROWS:
+        for layer in layers(llm):
+            outputs.append(layer.forward(*draw(rows, seed + rows)))
+        for layer in layers(llm):
+            layer.forward(*draw(3, seed + rows))
+    torch.cuda.synchronize()
+    return outputs
+
+
+def stock(llm: Any, seed: int = 0) -> list[torch.Tensor]:
+    """The same with every expert in its slot; then there are `SLOTS` again."""
+    resize(llm, E)
+    expected = run(llm, seed)
+    resize(llm, SLOTS)
+    return expected
+
+
+def poison(llm: Any) -> None:
+    for layer in layers(llm):
+        for tensor in layer._streamed.buffer.values():
+            tensor.view(torch.uint8).fill_(0xFF)
+        layer._streamed.forget()
+
+
+def before(function: Callable[..., Any], patch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """Let a method be preceded by a call of `function`."""
+    method = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        function(*args)
+        return method(*args, **kwargs)
+
+    patch.setattr(owner, name, both)
+
+
+def sleep_on_copies(copies: CopyStream, *_: Any) -> None:
+    with torch.cuda.stream(copies._stream):
+        torch.cuda._sleep(CYCLES)
+
+
+def sleep_here(*_: Any) -> None:
+    torch.cuda._sleep(CYCLES)
+
+
+DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "none": lambda patch: None,
+    "copies are late": lambda patch: before(sleep_on_copies, patch, CopyStream, "copy"),
+    "kernels are late": lambda patch: before(sleep_here, patch, FormatLane, "output"),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("delay", DELAYS)
+def test_every_layer_is_stocks_bit_for_bit(
+    delay: str, running: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, llm = running
+    expected = stock(llm)
+    poison(llm)
+    DELAYS[delay](monkeypatch)
+    for got, want in zip(run(llm), expected, strict=True):
+        assert torch.equal(got, want)
+    done = stats(llm)["layers"].values()
+    assert {layer["streamed"] for layer in done} == {len(ROWS)}
+    for layer in done:
+        moved = len(ROWS) * E * layer["expert_bytes"]
+        assert moved - len(ROWS) * layer["device_bytes"] <= layer["bytes_streamed"] <= moved
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("delay", ["copies are late", "kernels are late"])
+def test_without_the_marks_it_is_noticed(
+    delay: str, running: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, llm = running
+    expected = stock(llm)
+    poison(llm)
+    DELAYS[delay](monkeypatch)
+    monkeypatch.setattr(Mark, "wait", lambda self: None)
+    got = run(llm)
+    assert not all(torch.equal(one, want) for one, want in zip(got, expected, strict=True))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("cpu", [0.0, 1.0, 1e6])
+def test_some_experts_on_the_cpu(
+    cpu: float, delay: str, running: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that may be, about half and none of those that are not copied ahead."""
+    kind, llm = running
+    expected = stock(llm)
+    poison(llm)
+    DELAYS[delay](monkeypatch)
+    streamer = layers(llm)[0]._streamed.streamer
+    monkeypatch.setattr(streamer, "tail", CpuTail(TailRates(1.0, cpu, 0.0)))
+    worst = max(
+        relative_error(got, want.double()) for got, want in zip(run(llm), expected, strict=True)
+    )
+    done = stats(llm)
+    print(f"\n{kind}: {done['cpu_experts']} experts on the CPU, {worst:.2e} from stock's")
+    assert (done["cpu_experts"] > 0) == (cpu < 1e6)
+    # The kernels of FP8 quantise activations, the engine does not.
+    assert worst <= (ROUNDING if kind == "bf16" else FLOOR["fp8_block"])
+
+
+@torch.inference_mode()
+def test_slots_are_left_as_they_were(running: tuple) -> None:
+    _, llm = running
+    resize(llm, SLOTS)
+    some = layers(llm)[0]
+    some.forward(*draw(3, 1))
+    tables = some.captured.step._state.clone()
+    slots = {name: tensor.clone() for name, tensor in some._slots.cache.tensors.items()}
+    some.forward(*draw(200, 2))
+    torch.cuda.synchronize()
+    assert torch.equal(some.captured.step._state, tables)
+    for name, tensor in some._slots.cache.tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), slots[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("mode", ["cache", "auto"])
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+def test_no_further_from_float32_than_stock(kind: str, mode: str, tmp_path: Any) -> None:
+    quantised, plain = checkpoints.write(kind, tmp_path)
+    sequences = [list(p) for batch in Prompts.draw(checkpoints.VOCABULARY).batches for p in batch]
+    with engine(plain, dtype="float32", enforce_eager=True, **SIZES) as llm:
+        reference = log_probabilities(llm, sequences)
+    with engine(quantised, dtype="bfloat16", enforce_eager=True, **SIZES) as llm:
+        theirs = log_probabilities(llm, sequences)
+    settings = moe_offload_args(mode=mode, slots_per_layer=SLOTS, stream_threshold=64)
+    with engine(quantised, dtype="bfloat16", enforce_eager=True, **settings, **SIZES) as llm:
+        ours = log_probabilities(llm, sequences)
+        assert stats(llm)["bytes_streamed"] > 0
+        copy = CopyStream.copy
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                CopyStream,
+                "copy",
+                lambda self, pairs, **marks: copy(
+                    self, [(t, s.flip(0)) for t, s in pairs], **marks
+                ),
+            )
+            faulty = log_probabilities(llm, sequences)
+    print(f"\n{kind}: {errors(ours, reference)}, stock {errors(theirs, reference)}")
+    assert is_no_further(ours, theirs, reference)
+    assert not is_no_further(faulty, theirs, reference)

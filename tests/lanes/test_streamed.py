@@ -1,0 +1,225 @@
+"""A layer whose large steps pass through a buffer: the oracle's output, and slots as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine import oracle
+from tests.engine.shards import random_shard, tolerance
+from vllm_moe_offload.device import HostDevice
+from vllm_moe_offload.device.copies import CopyStream
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
+from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
+from vllm_moe_offload.planning import TailRates
+from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer, buffer_bytes
+
+CPU = torch.device("cpu")
+TOP_K, THRESHOLD = 3, 8
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CpuExpertEngine]:
+    with CpuExpertEngine(threads=1) as engine:
+        yield engine
+
+
+class Model:
+    """Layers of random experts with their streamer."""
+
+    def __init__(
+        self,
+        engine: CpuExpertEngine,
+        sizes: list[tuple[int, int]],
+        format_: Format = Format.FP32,
+        policy: str = "lfru",
+        seed: int = 0,
+    ) -> None:
+        """sizes: experts and slots of each layer."""
+        self.spec = ExpertSpec(24, 10, Activation.SILU, format_, bool(seed % 2))
+        self.rng = np.random.default_rng(seed)
+        self.streamer = LayerStreamer(CopyStream(CPU), THRESHOLD)
+        self.hosts = [
+            random_shard(self.spec, experts, torch.Generator().manual_seed(seed + i))
+            for i, (experts, _) in enumerate(sizes)
+        ]
+
+        def lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
+            return EngineLane(engine, self.spec, tensors, TOP_K, 64)
+
+        most = max(experts for experts, _ in sizes)
+        memory = [BufferMemory(buffer_bytes(self.spec.layout, most), CPU) for _ in range(2)]
+        self.layers = []
+        for number, (host, (experts, slots)) in enumerate(zip(self.hosts, sizes, strict=True)):
+            layer = OffloadedLayer(
+                host,
+                HostDevice(),
+                ExpertLayout.of(host).empty,
+                lane,
+                lane(host),
+                num_slots=slots,
+                policy=policy,
+            )
+            buffer = memory[number % 2].tensors(ExpertLayout.of(host), experts)
+            for tensor in (*buffer.values(), *layer._slots.cache.tensors.values()):
+                tensor.view(torch.uint8).fill_(0xFF)  # what was not copied shows
+            layer.stream_through(self.streamer, buffer, lane(buffer))
+            self.layers.append(layer)
+
+    def leave_some_to_the_cpu(self, cpu: float, row: float) -> None:
+        """A tail of these times of what copying an expert takes."""
+        self.streamer.tail = CpuTail(TailRates(1.0, cpu, row))
+
+    def step(self, number: int, rows: int, padded: float = 0.0) -> None:
+        """A step of random rows of one layer, some of them padding, is the oracle's."""
+        layer, host = self.layers[number], self.hosts[number]
+        ids = torch.from_numpy(self.rng.integers(0, layer.num_experts, (rows, TOP_K)))
+        weights = torch.from_numpy(self.rng.random((rows, TOP_K), np.float32))
+        x = torch.from_numpy(self.rng.standard_normal((rows, 24), np.float32))
+        x = x.to(self.spec.activation_dtype)
+        padding = torch.from_numpy(self.rng.random(rows) < padded)
+        got = layer.forward(x, weights, ids, padding if padded else None)
+        real = ~padding
+        expected = oracle.experts(self.spec, host, x[real], ids[real].int(), weights[real])
+        rounding = torch.finfo(got.dtype).eps / 2
+        allowed = max(tolerance(self.spec), rounding)
+        assert not real.any() or oracle.relative_error(got[real], expected) <= allowed
+
+
+def in_slots(layer: OffloadedLayer) -> tuple[list[int], list[torch.Tensor]]:
+    return layer._residency.table.slot_of.tolist(), [
+        tensor.clone() for tensor in layer._slots.cache.tensors.values()
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    experts=st.integers(3, 8),
+    share=st.floats(0.1, 1.0),
+    layers=st.integers(1, 4),
+    format_=st.sampled_from([Format.FP32, Format.BF16, Format.FP8_CHANNEL]),
+    policy=st.sampled_from(["lfru", "static"]),
+    tail=st.none() | st.tuples(st.floats(0, 2), st.floats(0, 0.5)),
+    seed=st.integers(0, 2**31),
+)
+def test_streamed_and_other_steps_in_any_order(
+    engine: CpuExpertEngine,
+    experts: int,
+    share: float,
+    layers: int,
+    format_: Format,
+    policy: str,
+    tail: tuple[float, float] | None,
+    seed: int,
+) -> None:
+    sizes = [(experts + i % 2, max(1, int(share * experts))) for i in range(layers)]
+    model = Model(engine, sizes, format_, policy, seed)
+    if tail is not None:
+        model.leave_some_to_the_cpu(*tail)
+    for turn in range(6):
+        rows = 1 + int(model.rng.integers(2 * THRESHOLD))
+        for number in range(layers):
+            if model.rng.random() < 0.2:  # not every layer, not all of a size
+                continue
+            if model.rng.random() < 0.2:
+                rows = 1 + int(model.rng.integers(2 * THRESHOLD))
+            model.step(number, rows, padded=0.3 * (turn % 2))
+
+
+def test_a_streamed_step_leaves_the_slots_and_the_policy_as_they_were(
+    engine: CpuExpertEngine,
+) -> None:
+    model = Model(engine, [(8, 3), (8, 3)])
+    layer = model.layers[0]
+    model.step(0, 2)
+    table, tensors = in_slots(layer)
+    model.step(0, 40)
+    model.step(1, 40)
+    assert in_slots(layer)[0] == table
+    for before, after in zip(tensors, in_slots(layer)[1], strict=True):
+        assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+
+
+def test_counters_of_streamed_steps(engine: CpuExpertEngine) -> None:
+    model = Model(engine, [(8, 3), (8, 8)])
+    layer = model.layers[0]
+    model.step(0, 2)
+    before = layer.counters
+    for padded in (0.0, 0.5):
+        model.rng = np.random.default_rng(5)
+        model.step(0, 40, padded)
+    done = layer.counters
+    occupied = sum(slot >= 0 for slot in in_slots(layer)[0])
+    assert occupied
+    assert done.streamed == 2
+    assert done.bytes_streamed == 2 * (8 - occupied) * layer.layout.nbytes
+    assert (done.steps, done.waves) == (before.steps + 2, before.waves + 2)
+    assert before.tokens + 40 < done.tokens < before.tokens + 80
+    assert (done.hits, done.misses, done.bytes_fetched) == (
+        before.hits,
+        before.misses,
+        before.bytes_fetched,
+    )
+    layer.resize(2)
+    assert layer.counters == done
+    layer.reset_counters()
+    assert layer.counters.tokens == 0
+    model.step(1, 40)
+    assert model.layers[1].counters.streamed == 0, "every expert is in its slot"
+
+
+@pytest.mark.parametrize(("cpu", "least", "most"), [(0.0, 5, 5), (1.0, 3, 5), (99.0, 0, 0)])
+def test_the_split_between_the_bus_and_the_cpu(
+    engine: CpuExpertEngine, cpu: float, least: int, most: int
+) -> None:
+    """Of 8 experts in no slot a third, 3, are copied before it is known what they are used for."""
+    model = Model(engine, [(8, 3), (8, 3)])
+    model.leave_some_to_the_cpu(cpu, 0.0)
+    for number in range(2):
+        model.step(number, 50, padded=0.3)
+        done = model.layers[number].counters
+        assert least <= done.cpu_experts <= most
+        assert done.bytes_streamed == (8 - done.cpu_experts) * model.layers[0].layout.nbytes
+
+
+def test_experts_that_nobody_uses_are_not_copied_once_that_is_known(
+    engine: CpuExpertEngine,
+) -> None:
+    model = Model(engine, [(8, 3)])
+    model.leave_some_to_the_cpu(99.0, 0.0)
+    layer = model.layers[0]
+    x, weights = torch.ones(20, 24), torch.ones(20, TOP_K)
+    layer.forward(x, weights, torch.tensor([[0, 1, 7]]).repeat(20, 1))
+    assert layer.counters.bytes_streamed == 4 * layer.layout.nbytes
+
+
+def test_new_weights_and_new_slots_between_streamed_steps(engine: CpuExpertEngine) -> None:
+    model = Model(engine, [(6, 2), (6, 2), (6, 2)])
+    model.step(0, 20)
+    for tensor in model.hosts[1].values():
+        tensor.mul_(0.5)
+    model.layers[1].invalidate()
+    for number in range(3):
+        model.step(number, 20)
+    model.layers[2].resize(4)
+    for number in range(3):
+        model.step(number, 20)
+
+
+def test_a_wrong_copy_is_noticed(engine: CpuExpertEngine) -> None:
+    """The checks above can fail: an expert that was not copied."""
+    model = Model(engine, [(6, 2)])
+    model.step(0, 20)
+    copies = model.streamer._copies
+    copy, copies.copy = copies.copy, lambda pairs, **marks: copy(pairs[1:], **marks)
+    for tensor in model.layers[0]._streamed.buffer.values():
+        tensor.view(torch.uint8).fill_(0xFF)
+    model.streamer.end()
+    with pytest.raises(AssertionError):
+        model.step(0, 20)

@@ -1,0 +1,47 @@
+"""The CPU's experts are those with which both lanes are done soonest, by trying every choice."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_offload.planning import TailRates, experts_for_cpu
+
+SECONDS = st.integers(0, 50)
+H100 = TailRates(copy=175e-6, cpu=112e-6, cpu_row=1.85e-6)
+
+
+@given(
+    rows=st.lists(st.integers(1, 40), max_size=8),
+    ahead=st.integers(0, 5),
+    copy=SECONDS,
+    cpu=SECONDS,
+    cpu_row=st.integers(0, 9),
+)
+def test_no_other_choice_ends_sooner(
+    rows: list[int], ahead: int, copy: int, cpu: int, cpu_row: int
+) -> None:
+    def seconds(on_cpu: tuple[int, ...]) -> int:
+        copies = (ahead + len(rows) - len(on_cpu)) * copy
+        return max(copies, sum(cpu + cpu_row * rows[expert] for expert in on_cpu))
+
+    chosen = experts_for_cpu(TailRates(copy, cpu, cpu_row), np.array(rows, np.int64), ahead)
+    assert len(set(chosen.tolist())) == len(chosen)
+    every = chain.from_iterable(combinations(range(len(rows)), n) for n in range(len(rows) + 1))
+    best = min((seconds(choice), len(choice)) for choice in every)
+    assert (seconds(tuple(chosen.tolist())), len(chosen)) == best
+
+
+def test_fewer_experts_are_left_to_the_cpu_the_more_rows_there_are() -> None:
+    """Of 103 missing experts with as many rows each, 35 of them copied ahead."""
+    taken = [len(experts_for_cpu(H100, np.full(68, rows), 35)) for rows in (8, 32, 256, 2048)]
+    assert taken == [60, 52, 23, 4]
+
+
+def test_the_cpu_takes_those_with_the_fewest_rows() -> None:
+    rows = np.array([500, 1, 400, 2, 300, 3])
+    assert sorted(rows[experts_for_cpu(H100, rows, 3)]) == [1, 2, 3, 300]
+    assert len(experts_for_cpu(TailRates(1.0, 9.0, 0.0), rows, 3)) == 0
