@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_c
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
 from vllm_moe_offload.host import HostStore
+from vllm_moe_offload.lanes import Lane
 
 Tensors = dict[str, torch.Tensor]
 
@@ -197,27 +198,11 @@ class SlotBinder:
         return shard
 
 
-class FormatLane:
-    """The resident lane on a GPU: the format's own kernel over the slots. A `lanes.base.Lane`."""
+class FormatLane(Lane):
+    """The resident lane on a GPU: the format's own kernel over the slots."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
-
-    def compute(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        out: torch.Tensor,
-        accumulate: bool,
-    ) -> None:
-        """As `lanes.base.Lane.compute`. The kernel rounds its output; `out` sums in float32."""
-        part = self.output(x, topk_weights, topk_ids, expert_map)
-        if accumulate:
-            out.add_(part)
-        else:
-            out.copy_(part)
 
     def output(
         self,

@@ -24,7 +24,14 @@ class Lane(Protocol):
         x: [T, H]; topk_weights: float32 [T, K]; topk_ids: int32 [T, K] in 0..E, E being the
         sentinel of rows that route nowhere; expert_map: int32 [E + 1], expert -> row of the shard's
         tensors or -1 (None: expert e is row e, the sentinel nowhere); out: float32 [T, H].
+
+        By `output`, for a lane that derives from this class: its kernel rounds, the sum does not.
         """
+        part = self.output(x, topk_weights, topk_ids, expert_map)
+        if accumulate:
+            out.add_(part)
+        else:
+            out.copy_(part)
 
     def output(
         self,
