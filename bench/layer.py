@@ -28,6 +28,7 @@ from bench.common import Run, append, summary
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
+from vllm_moe_offload.lanes import Lane
 from vllm_moe_offload.lanes.captured import CapturedLayer
 from vllm_moe_offload.lanes.cpu import CpuLane
 from vllm_moe_offload.lanes.rates import measure_rates
@@ -45,7 +46,7 @@ Forward = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 Limits = npt.NDArray[np.integer[Any]]
 
 
-class Resident:
+class Resident(Lane):
     """vLLM's kernel over some experts, as a lane."""
 
     def __init__(self, w13: torch.Tensor, w2: torch.Tensor) -> None:
@@ -67,22 +68,6 @@ class Resident:
             expert_map=expert_map,
             global_num_experts=EXPERTS + (expert_map is not None),
         )
-
-    def compute(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        out: torch.Tensor,
-        accumulate: bool,
-    ) -> None:
-        """As `lanes.base.Lane.compute`."""
-        part = self.output(x, topk_weights, topk_ids, expert_map)
-        if accumulate:
-            out.add_(part)
-        else:
-            out.copy_(part)
 
 
 class Played:

@@ -173,6 +173,11 @@ class OffloadConfig(BaseModel):
                 )
         return cls.parse({**explicit.settings(), **variables.settings()})
 
+    @property
+    def engine_threads(self) -> int | None:
+        """`cpu_threads` as the CPU expert engine takes it: None leaves the choice to it."""
+        return None if self.cpu_threads == "auto" else self.cpu_threads
+
     def settings(self) -> dict[str, Any]:
         """The settings that were given, as plain JSON values: `parse` of them gives this again."""
         return self.model_dump(exclude_unset=True)

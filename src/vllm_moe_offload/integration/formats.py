@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_c
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
 from vllm_moe_offload.host import HostStore
+from vllm_moe_offload.lanes import Lane
 from vllm_moe_offload.stream import BufferMemory
 
 Tensors = dict[str, torch.Tensor]
@@ -221,10 +222,10 @@ class SlotBinder:
         return shard
 
 
-class FormatLane:
+class FormatLane(Lane):
     """A lane on a GPU: the format's own kernel over what the layer is bound to when this is made.
 
-    A layer may be bound to slots and to a buffer, with a lane for each. A `lanes.base.Lane`.
+    A layer may be bound to slots and to a buffer, with a lane for each.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -233,22 +234,6 @@ class FormatLane:
         self._parameters = layer._parameters
         self._local_num_experts = layer.local_num_experts
         self._kernel, self._config = method.moe_kernel, method.moe_quant_config
-
-    def compute(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        out: torch.Tensor,
-        accumulate: bool,
-    ) -> None:
-        """As `lanes.base.Lane.compute`. The kernel rounds its output; `out` sums in float32."""
-        part = self.output(x, topk_weights, topk_ids, expert_map)
-        if accumulate:
-            out.add_(part)
-        else:
-            out.copy_(part)
 
     def output(
         self,

@@ -47,7 +47,7 @@ def _check_engine(config: OffloadConfig) -> None:
     from vllm_moe_offload.engine import CpuExpertEngine
 
     try:
-        CpuExpertEngine(None if config.cpu_threads == "auto" else config.cpu_threads).close()
+        CpuExpertEngine(config.engine_threads).close()
     except ValueError as error:
         raise ConfigError(f"moe_offload settings: {error}") from None
 

@@ -479,7 +479,7 @@ class OffloadRuntime:
 def _engine(config: OffloadConfig) -> CpuExpertEngine:
     """Made in the worker, which may be bound to fewer cores than the process that checked it."""
     try:
-        return CpuExpertEngine(None if config.cpu_threads == "auto" else config.cpu_threads)
+        return CpuExpertEngine(config.engine_threads)
     except ValueError as error:
         raise ConfigError(
             f"moe_offload settings: in the worker, whose cores vLLM chooses: {error} (vLLM's CPU "

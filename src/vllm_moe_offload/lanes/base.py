@@ -25,7 +25,14 @@ class Lane(Protocol):
         sentinel of rows that route nowhere; expert_map: int32 [E + 1], expert -> row of the shard's
         tensors or -1 (None: expert e is row e, the sentinel nowhere; [E] where no id is the
         sentinel); out: float32 [T, H].
+
+        By `output`, for a lane that derives from this class: its kernel rounds, the sum does not.
         """
+        part = self.output(x, topk_weights, topk_ids, expert_map)
+        if accumulate:
+            out.add_(part)
+        else:
+            out.copy_(part)
 
     def output(
         self,
