@@ -11,7 +11,14 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from vllm_moe_offload.errors import ConfigError
 
@@ -27,12 +34,14 @@ Mode = Literal["auto", "cache", "hybrid", "cpu"]
 PLANNED_MODES = ("stream",)
 # Those in which the misses of a step are split between fetching and the CPU.
 SPLIT_MODES = ("auto", "hybrid")
+# What decides which parameters beside the experts are prefetched; all else here is of experts.
+PREFETCH_SETTINGS = ("group_size", "num_in_group", "prefetch_step", "params")
 PolicyName = Literal["lfru", "lru", "lfu", "static"]
 Auto = Literal["auto"]
 
 
 class OffloadConfig(BaseModel):
-    """How the experts of a model are offloaded. Immutable; raises ConfigError through `parse`."""
+    """How the weights of a model are offloaded. Immutable; raises ConfigError through `parse`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -80,6 +89,33 @@ class OffloadConfig(BaseModel):
         description="Threads of the CPU expert engine; auto: one a physical core of the process, "
         "less one for vLLM itself where there are four or more.",
     )
+    group_size: int | None = Field(
+        default=None,
+        description="Turns group prefetch on: of every so many layers the last num_in_group keep "
+        "their parameters (params) in host memory, and each is copied to the device ahead of its "
+        "turn. For dense models too; experts have the settings above.",
+    )
+    num_in_group: int = Field(
+        default=1, description="Layers of a group that are prefetched, at most group_size."
+    )
+    prefetch_step: int = Field(
+        default=1,
+        description="Buffers of the device for each parameter that is prefetched: when a layer has "
+        "run, the prefetched layer that comes so many after it is copied into its buffers.",
+    )
+    params: tuple[str, ...] = Field(
+        default=(),
+        description="Which parameters of these layers are prefetched, by whole segments of their "
+        "dotted names (self_attn, mlp.down_proj, weight), as a list or separated by commas; "
+        "none given: all but the experts.",
+    )
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [name.strip() for name in value.split(",")]
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +176,32 @@ class OffloadConfig(BaseModel):
                         f"mode='cpu' has no slots, so {name} would decide nothing: "
                         "leave it out, or use mode='cache'"
                     )
+        self._check_prefetch()
         return self
+
+    def _check_prefetch(self) -> None:
+        given = [name for name in PREFETCH_SETTINGS if name in self.model_fields_set]
+        if self.group_size is None:
+            if any(name != "group_size" for name in given):
+                raise ValueError(
+                    f"without group_size nothing is prefetched, so {given[-1]} would decide "
+                    "nothing: give group_size, or leave it out"
+                )
+            return
+        for name in PREFETCH_SETTINGS[:3]:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.num_in_group > self.group_size:
+            raise ValueError(
+                f"num_in_group={self.num_in_group} of group_size={self.group_size}: a group has no "
+                f"more layers than that: give num_in_group from 1 to {self.group_size}"
+            )
+        for name in self.params:
+            if not all(name.split(".")):
+                raise ValueError(
+                    f"params has {name!r}, which matches no name of a parameter: give names or "
+                    "whole segments of them, such as self_attn or mlp.down_proj"
+                )
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any]) -> OffloadConfig:
@@ -180,7 +241,7 @@ class OffloadConfig(BaseModel):
 
     def settings(self) -> dict[str, Any]:
         """The settings that were given, as plain JSON values: `parse` of them gives this again."""
-        return self.model_dump(exclude_unset=True)
+        return self.model_dump(mode="json", exclude_unset=True)
 
 
 def moe_offload_args(**settings: Any) -> dict[str, Any]:

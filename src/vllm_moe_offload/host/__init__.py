@@ -1,6 +1,7 @@
-"""Host memory that holds every expert."""
+"""Host memory that holds what is offloaded."""
 
 from vllm_moe_offload.host.dummy import fill_dummy
+from vllm_moe_offload.host.pages import available_memory
 from vllm_moe_offload.host.store import HostStore
 
-__all__ = ["HostStore", "fill_dummy"]
+__all__ = ["HostStore", "available_memory", "fill_dummy"]

@@ -1,4 +1,4 @@
-"""Where the experts live: one exact-size block of host memory for each tensor of each layer."""
+"""Where offloaded weights live: exact-size blocks of host memory, of experts one a tensor."""
 
 from __future__ import annotations
 
@@ -65,6 +65,11 @@ class HostStore:
             for spec in layout.tensors
         }
 
+    def allocate_bytes(self, nbytes: int) -> torch.Tensor:
+        """uint8 of so many bytes, contents zero: one block."""
+        self.nbytes += nbytes
+        return self._block((nbytes,), torch.uint8)
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is one of this store's blocks."""
         return any(
@@ -78,7 +83,7 @@ class HostStore:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
         return (
-            f"the experts need {self._needed / _GIB:.2f} GiB of host memory and "
+            f"offloaded weights need {self._needed / _GIB:.2f} GiB of host memory and "
             f"{available_memory() / _GIB:.2f} GiB are available (locked-memory limit: {limit})"
         )
 
@@ -123,7 +128,7 @@ class HostStore:
         """The thread: ends when the queue is empty."""
         # Beside vLLM's own bar, which is drawn by the same library meanwhile.
         with tqdm(
-            desc="host memory for experts", unit="B", unit_scale=True, position=1, leave=False
+            desc="host memory", unit="B", unit_scale=True, position=1, leave=False, delay=1
         ) as progress:
             while True:
                 with self._lock:

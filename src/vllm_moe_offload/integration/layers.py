@@ -231,7 +231,15 @@ def offloaded_layers(runtime: OffloadRuntime) -> Iterator[None]:
     @functools.wraps(original_dummy)
     def dummy_weight(param: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         # The runtime fills the experts: here one thread would fill all of them.
-        if not runtime.store.owns(param):
+        if runtime.store.owns(param):
+            return
+        if param.device.type == "cpu" and not current_platform.is_cpu():
+            # Prefetched: drawn as vLLM would, on the device.
+            host, param.data = param.data, param.data.to(current_platform.device_type)
+            original_dummy(param, *args, **kwargs)
+            host.copy_(param.data)
+            param.data = host
+        else:
             original_dummy(param, *args, **kwargs)
 
     original_context = loader_utils.device_loading_context
@@ -241,9 +249,12 @@ def offloaded_layers(runtime: OffloadRuntime) -> Iterator[None]:
         # It moves the parameters of a module to the device and back: not all experts of a layer.
         if isinstance(module, OffloadedRoutedExperts):
             yield module
-        else:
-            with original_context(module, target_device):
-                yield module
+            return
+        context: Callable[..., Any] = original_context
+        if runtime.prefetch is not None and target_device.type != "cpu":
+            context = runtime.prefetch.on_device
+        with context(module, target_device):
+            yield module
 
     op_registry_oot[name] = OffloadedRoutedExperts
     loader_utils.device_loading_context = loading_context

@@ -92,7 +92,8 @@ REFUSALS = (
     Refusal(
         "vLLM's own prefetching of weights (--offload-group-size)",
         lambda c: c.offload_config.prefetch.offload_group_size > 0,
-        "leave it out, and size the experts with slots_per_layer or gpu_memory_gib",
+        "leave it out: group_size of the moe_offload settings does the same beside offloaded "
+        "experts, and those are sized with slots_per_layer or gpu_memory_gib",
     ),
 )
 

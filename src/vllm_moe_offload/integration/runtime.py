@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, OffloadConfig
+from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, PREFETCH_SETTINGS, OffloadConfig
 from vllm_moe_offload.device import Device, HostDevice
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -20,6 +20,7 @@ from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.graphs import limit_capture_sizes
+from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
 from vllm_moe_offload.integration.share import CpuShare
@@ -56,6 +57,9 @@ class OffloadRuntime:
         self._vllm_config = vllm_config
         self.device = _device(vllm_config, worker)
         self.store = HostStore(self.device.register, self.device.unregister)
+        self.prefetch = (
+            GroupOffloader(config, self.store) if config.group_size is not None else None
+        )
         self.engine = _engine(config)
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.is_dummy = vllm_config.load_config.load_format == "dummy"
@@ -226,8 +230,18 @@ class OffloadRuntime:
                 f"the CPU engine reads: {error}"
             ) from None
 
-    def check_active(self) -> None:
-        """After loading: say what is offloaded; InactiveError when nothing is and should be.
+    def finish_loading(self, worker: Any) -> None:
+        """After loading: prefetch what is to be, and check what is offloaded, see `_check_active`.
+
+        Not every model runner tells its offloader that the weights are loaded.
+        """
+        if self.prefetch is not None:
+            self.prefetch.post_init()
+            self.prefetch.refuse_reloading(worker)
+        self._check_active()
+
+    def _check_active(self) -> None:
+        """Say what is offloaded; InactiveError when nothing is and should be.
 
         Then let the slots and the engine compute the same rows, once for each kind of layer.
         """
@@ -279,15 +293,20 @@ class OffloadRuntime:
                 "and vLLM runs as without it",
                 len(self._modules),
             )
-            # vLLM's key of compiled graphs counts this section: the graph is now stock vLLM's.
-            assert isinstance(self._vllm_config.additional_config, dict)
-            del self._vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]
+            if self.prefetch is None:
+                # vLLM's key of compiled graphs counts this section: the graph is stock vLLM's now.
+                assert isinstance(self._vllm_config.additional_config, dict)
+                del self._vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]
         else:
-            raise InactiveError(
-                "moe_offload is configured, but this model has no mixture-of-experts layer built "
-                "on vLLM's RoutedExperts, so nothing would be offloaded: remove the settings, or "
-                "serve a mixture-of-experts model"
-            )
+            of_experts = sorted(self.config.model_fields_set - set(PREFETCH_SETTINGS))
+            if self.prefetch is None or of_experts:
+                raise InactiveError(
+                    "moe_offload is configured, but this model has no mixture-of-experts layer "
+                    "built on vLLM's RoutedExperts, so nothing would be offloaded"
+                    + (f" by {', '.join(of_experts)}" if of_experts else "")
+                    + ": remove the settings, serve a mixture-of-experts model, or prefetch layers "
+                    "(group_size)"
+                )
 
     def _check_streamed(self, name: str) -> None:
         check_layer(
@@ -313,7 +332,12 @@ class OffloadRuntime:
             self._streaming.expect(rows)
 
     def wake(self) -> None:
-        """Before a step is launched: the CPU lane watches for its requests."""
+        """Before a step is launched: the CPU lane watches for its requests.
+
+        And vLLM's offloader is this engine's, whichever other one the process has.
+        """
+        if self.prefetch is not None:
+            self.prefetch.activate()
         if self._share is not None:
             self._share.wake()
 
@@ -351,7 +375,8 @@ class OffloadRuntime:
         The totals are sums over the layers, but for steps and tokens: every layer sees each once.
         `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split;
         `buffer_bytes`: what the buffers of streamed layers take of the device's memory beside
-        `device_bytes`; `stream_threshold`: the most rows of a step that is not streamed, or None.
+        `device_bytes`; `stream_threshold`: the most rows of a step that is not streamed, or None;
+        `prefetch`: see `GroupOffloader.stats`, None without group prefetch.
         """
         total = Counters()
         layers = {}
@@ -380,6 +405,7 @@ class OffloadRuntime:
             "buffer_bytes": self._buffer_bytes,
             "stream_threshold": self._streaming.threshold if self._streaming is not None else None,
             "host_bytes": sum(layer["host_bytes"] for layer in layers.values()),
+            "prefetch": self.prefetch.stats() if self.prefetch is not None else None,
             "layers": layers,
         }
 
@@ -417,7 +443,8 @@ class OffloadRuntime:
         if self.config.mode == "cpu":
             return SlotPlan(tuple(0 for _ in shapes), fits=False), ""
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
-        free = budget = self.device.free_memory()
+        to_come = self.prefetch.pending_bytes if self.prefetch is not None else 0
+        free = budget = max(self.device.free_memory() - to_come, 0)
         if isinstance(gib, float):
             budget = int(gib * _GIB) - self._slot_bytes - self._buffer_bytes
         elif not isinstance(slots, int) and current_platform.is_cuda():

@@ -103,7 +103,7 @@ def _warm_up(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
 
 
 def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
-    """Load the model; with offload configured, with its experts offloaded."""
+    """Load the model; with offload configured, with its weights offloaded."""
     from vllm_moe_offload.integration.frontend import configure
 
     config = configure(self.vllm_config)
@@ -115,9 +115,11 @@ def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
     from vllm_moe_offload.integration.runtime import OffloadRuntime
 
     runtime = OffloadRuntime(config, self.vllm_config, self.worker)
+    if runtime.prefetch is not None:
+        runtime.prefetch.activate()
     with offloaded_layers(runtime):
         self.worker.load_model(*args, **kwargs)
-    runtime.check_active()
+    runtime.finish_loading(self.worker)
     setattr(self, _RUNTIME, runtime)
 
 

@@ -1,15 +1,21 @@
-"""Whole layers through two buffers, for steps that need nearly every expert."""
+"""Layers through buffers of the device: all experts for large steps, other parameters always."""
 
 from vllm_moe_offload.stream.memory import BufferMemory, buffer_bytes
+from vllm_moe_offload.stream.pool import BufferPool, PoolPlan, TensorKind
+from vllm_moe_offload.stream.prefetch import LayerPrefetcher
 from vllm_moe_offload.stream.streamer import InSlots, LayerStreamer, Streamed, StreamedLayer
 from vllm_moe_offload.stream.tail import CpuTail
 
 __all__ = [
     "BufferMemory",
+    "BufferPool",
     "CpuTail",
     "InSlots",
+    "LayerPrefetcher",
     "LayerStreamer",
+    "PoolPlan",
     "Streamed",
     "StreamedLayer",
+    "TensorKind",
     "buffer_bytes",
 ]

@@ -39,7 +39,7 @@ class BufferMemory:
             end = start + num_experts * spec.nbytes
             flat = self._bytes[start:end].view(spec.dtype)
             found[spec.name] = flat.view(num_experts, *spec.shape)
-            start = _aligned(end)
+            start = aligned(end)
         return found
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -53,8 +53,9 @@ class BufferMemory:
 
 def buffer_bytes(layout: ExpertLayout, num_experts: int) -> int:
     """Bytes of a buffer for a layer of so many experts."""
-    return sum(_aligned(num_experts * spec.nbytes) for spec in layout.tensors)
+    return sum(aligned(num_experts * spec.nbytes) for spec in layout.tensors)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """So many bytes and what is left of them to the start of the next tensor."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
