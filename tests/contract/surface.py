@@ -159,8 +159,20 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     },
     "vllm/forward_context.py": {
         "": {"get_forward_context": [], "is_forward_context_available": []},
-        "ForwardContext": {"no_compile_layers": None, "slot_mapping": None},
+        "ForwardContext": {
+            "no_compile_layers": None,
+            "slot_mapping": None,
+            "attn_metadata": None,
+        },
     },
+    # Backends that say where the rows of each request are; with others nothing is kept.
+    "vllm/v1/attention/backends/flash_attn.py": {
+        "FlashAttentionMetadata": {"query_start_loc": None}
+    },
+    "vllm/v1/attention/backends/triton_attn.py": {
+        "TritonAttentionMetadata": {"query_start_loc": None}
+    },
+    "vllm/v1/attention/backends/cpu_attn.py": {"CPUAttentionMetadata": {"query_start_loc": None}},
     "vllm/config/parallel.py": {
         "ParallelConfig": {
             "enable_expert_parallel": None,

@@ -178,6 +178,41 @@ def test_slots_are_left_as_they_were(running: tuple) -> None:
         assert torch.equal(tensor.view(torch.uint8), slots[name].view(torch.uint8))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("cpu", [None, 0.0])
+@pytest.mark.parametrize("delay", DELAYS)
+def test_slots_hold_what_is_kept_of_a_prompt(
+    delay: str, cpu: float | None, running: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte what host memory holds; then small steps are right."""
+    kind, llm = running
+    layer = layers(llm)[0]
+    resize(llm, SLOTS)
+    small = draw(3, 1)
+    expected = layer.forward(*small)
+    resize(llm, SLOTS)
+    everything = {name: tensor.cuda() for name, tensor in layer._host.items()}
+    poison(llm)
+    DELAYS[delay](monkeypatch)
+    if cpu is not None:
+        monkeypatch.setattr(layer._streamed.streamer, "tail", CpuTail(TailRates(1.0, cpu, 0.0)))
+    for rows in ROWS:
+        for each in layers(llm):
+            bounds = torch.tensor([0, 1, 2, rows], dtype=torch.int32, device="cuda")
+            each.forward(*draw(rows, rows), None, bounds)
+    torch.cuda.synchronize()
+    slot_of = layer.captured.step.slot_of.tolist()
+    assert layer.counters.kept > 0
+    assert sum(slot >= 0 for slot in slot_of) > 1
+    for name, tensor in layer._slots.cache.tensors.items():
+        for expert, slot in enumerate(slot_of):
+            if slot >= 0:
+                there = tensor[slot].view(torch.uint8)
+                assert torch.equal(there, everything[name][expert].view(torch.uint8))
+    error = relative_error(layer.forward(*small), expected.double())
+    assert error <= (ROUNDING if kind == "bf16" else FLOOR["fp8_block"])
+
+
 @pytest.mark.parametrize("mode", ["cache", "auto"])
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_no_further_from_float32_than_stock(kind: str, mode: str, tmp_path: Any) -> None:

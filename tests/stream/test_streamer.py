@@ -15,7 +15,7 @@ from tests.stream.machine import DELAYS, HostLane, LateLane, LateStreamer, LateT
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import BufferMemory, InSlots, StreamedLayer, buffer_bytes
-from vllm_moe_offload.stream.streamer import _runs
+from vllm_moe_offload.stream.streamer import Keep, _runs
 
 CPU = torch.device("cpu")
 HIDDEN, TOP_K = 3, 2
@@ -31,7 +31,7 @@ class Model:
         self.rng = np.random.default_rng(seed)
         self.hosts = [{"v": self.draw(experts, HIDDEN)} for experts, _ in sizes]
         self.residents: list[InSlots] = []
-        self.computed = 0
+        self.computed = self.looked = 0
         layouts = [(ExpertLayout.of(host), len(host["v"])) for host in self.hosts]
         memory = [BufferMemory(max(buffer_bytes(*one) for one in layouts), CPU) for _ in "01"]
         self.layers: list[StreamedLayer] = []
@@ -62,6 +62,25 @@ class Model:
             tensors[slot_of[expert]] = 2 * self.hosts[number]["v"][expert]
         return InSlots({"v": tensors}, torch.from_numpy(slot_of))
 
+    def keep(self, number: int, ids: torch.Tensor) -> Keep:
+        """Look at what is in the buffer when the layer has been computed, late."""
+
+        def keep(in_buffer: torch.Tensor | None) -> None:
+            values, in_slots = self.hosts[number]["v"], self.residents[number].slot_of >= 0
+            expected = values * (1 + in_slots[:, None].float())
+            here = torch.zeros(len(values), dtype=torch.bool)
+            here[ids.unique().long()] = True
+            if in_buffer is not None:
+                here &= in_buffer >= 0
+
+            def look() -> None:
+                assert torch.equal(self.layers[number].buffer["v"][here], expected[here])
+                self.looked += int(here.sum())
+
+            self.machine.enqueue(look)
+
+        return keep
+
     def run(self, numbers: Sequence[int], rows: int = 4) -> None:
         """These layers, one after another, then look at what they gave."""
         results = []
@@ -69,7 +88,7 @@ class Model:
             experts = len(self.hosts[number]["v"])
             ids = torch.from_numpy(self.rng.integers(0, experts, (rows, TOP_K)).astype(np.int32))
             x, weights = self.draw(rows, HIDDEN), self.draw(rows, TOP_K)
-            done = self.layers[number].output(x, weights, ids, ids)
+            done = self.layers[number].output(x, weights, ids, ids, self.keep(number, ids))
             in_slot = self.residents[number].slot_of >= 0
             missing = (~in_slot).numpy()
             if self.streamer.tail is None:
@@ -82,6 +101,7 @@ class Model:
             expected = (weights[:, :, None] * values[ids.long()] * x[:, None]).sum(1)
             results.append((number, done.out, expected))
         self.machine.finish()
+        assert self.looked
         for number, got, expected in results:
             torch.testing.assert_close(got, expected, msg=f"layer {number}")
 

@@ -39,7 +39,8 @@ class DeviceStep:
 
     Entry E of the maps is the sentinel that padding rows are routed to, always -1.
 
-    `num_warps`: of the program; fixed for a graph when it is captured.
+    `num_warps`: of the program; fixed for a graph when it is captured. `width`: E or more, how many
+    experts it handles: a power of two.
 
     State, carried from step to step: `slot_of` int32 ``[E]``, the slot of each expert or -1 (the
     empty slots are always the last ones); `last_used` int32 ``[E]``, the step of the last use or
@@ -88,7 +89,7 @@ class DeviceStep:
         self.num_waves = num_waves
         self.hits_apart = hits_apart
         self.num_slots = self._checked(num_slots)
-        self._width = max(_power_of_two(num_experts), 32)
+        self.width = max(_power_of_two(num_experts), 32)
 
         def table(*shape: int, fill: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
@@ -102,7 +103,7 @@ class DeviceStep:
             self.promoted = table(num_experts, 2, fill=-1)
             self.promoted_count = table(1, fill=0)
             # One tensor, so that the host reads it, and writes it, at once.
-            self._state = table(4, self._width, fill=-1)
+            self._state = table(4, self.width, fill=-1)
             self.slot_of, self.last_used, self.value = self._state[:3, :num_experts]
             self.step = self._state[3, :1]
             self._state[2:].zero_()
@@ -111,7 +112,7 @@ class DeviceStep:
             self.limits[1].zero_()
             # The step in which an expert was last heavy enough to be fetched: of no use after it.
             self._last_heavy = table(num_experts, fill=-1)
-        self.num_warps = max(self._width // 32, 4)
+        self.num_warps = max(self.width // 32, 4)
         self._kernel = _kernel()
 
     def launch(
@@ -162,7 +163,7 @@ class DeviceStep:
             CACHE_TOPK=self.cache_topk,
             HITS_APART=self.hits_apart,
             BLOCK=min(max(_power_of_two(total), _MIN_BLOCK), _MAX_BLOCK),
-            N=self._width,
+            N=self.width,
             num_warps=self.num_warps,
         )
 

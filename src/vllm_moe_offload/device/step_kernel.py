@@ -72,6 +72,31 @@ def _observe(  # type: ignore[no-untyped-def]
     return tl.sum(tokens, 0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def count_use(value, used, POLICY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What the policy counts, after a step that uses the experts marked."""
+    if POLICY == "lfru":
+        value = value - (value >> DECAY_SHIFT) + tl.where(used, ONE, 0)
+    if POLICY == "lfu":
+        value = value + used.to(tl.int32)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def by_value(expert, value, age, E: tl.constexpr, POLICY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The experts from the least valued one to the most valued one; numbers from E on are last."""
+    age = tl.where(age < 0, MAX_AGE, tl.minimum(age, MAX_AGE))  # below zero: wrapped around
+    score = tl.zeros_like(expert).to(tl.int64)
+    if POLICY == "lfru":
+        score = (value // (1 + age)).to(tl.int64)
+    if POLICY == "lfu":
+        score = value.to(tl.int64)
+    recency = (age ^ MAX_AGE).to(tl.int64)  # MAX_AGE - age: MAX_AGE is all ones
+    key = (score << VALUE_SHIFT) | (recency << EXPERT_BITS) | expert
+    key = tl.sort(tl.where(expert < E, key, key | LAST_KEY))
+    return (key & EXPERT_MASK).to(tl.int32)
+
+
 @triton.jit
 def _pack(a, b, c):  # type: ignore[no-untyped-def]
     """Three marks in one number, so that one sum or running sum counts all three."""
@@ -89,7 +114,7 @@ def _unpack(counts):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fill(  # type: ignore[no-untyped-def]
+def fill(  # type: ignore[no-untyped-def]
     pairs, expert, slot, admitted, turn, victims, rank, count, first_empty, num_empty
 ):
     """List the `count` experts whose turn it is with the slots they get: empty ones, then victims'.
@@ -159,22 +184,11 @@ def step_kernel(  # type: ignore[no-untyped-def]
     limit = tl.load(limits + misses)
     most_promoted = tl.load(limits + E + 1 + misses)
 
-    age = tl.where(age < 0, MAX_AGE, tl.minimum(age, MAX_AGE))  # below zero: wrapped around
-    score = tl.zeros([N], tl.int64)
-    if POLICY == "lfru":
-        frequency = old_value - (old_value >> DECAY_SHIFT) + tl.where(used, ONE, 0)
-        tl.store(value + expert, frequency, mask=valid)
-        score = (frequency // (1 + age)).to(tl.int64)
-    if POLICY == "lfu":
-        uses = old_value + used.to(tl.int32)
-        tl.store(value + expert, uses, mask=valid)
-        score = uses.to(tl.int64)
-    recency = (age ^ MAX_AGE).to(tl.int64)  # MAX_AGE - age: MAX_AGE is all ones
-    key = (score << VALUE_SHIFT) | (recency << EXPERT_BITS) | expert
-    key = tl.sort(tl.where(valid, key, key | LAST_KEY))
+    counted_value = count_use(old_value, used, POLICY)
+    tl.store(value + expert, counted_value, mask=valid)
 
     # From here on from the least valued expert to the most valued one.
-    expert = (key & EXPERT_MASK).to(tl.int32)
+    expert = by_value(expert, counted_value, age, E, POLICY)
     valid = expert < E
     slot = tl.load(slot_of + expert, mask=valid, other=-1)
     used = (tl.load(last_used + expert, mask=valid, other=0) == now) & valid
@@ -228,7 +242,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
     count = tl.minimum(num_admitted, room)
     pairs = fetches + HITS_APART * E * 2
     slot_before = slot
-    slot, computed = _fill(
+    slot, computed = fill(
         pairs, expert, slot, admitted, turn, victims, rank, count, first_empty, num_empty
     )
     tl.store(fetch_counts + HITS_APART, count)
@@ -251,7 +265,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
         room = tl.minimum(evictable, tl.maximum(passing, going))
         count = tl.minimum(num_admitted - at, room)
         pairs = fetches + wave * E * 2
-        slot, computed = _fill(
+        slot, computed = fill(
             pairs, expert, slot, admitted, turn - at, victims, rank, count, first_empty, 0
         )
         tl.store(fetch_counts + wave, count)
@@ -268,7 +282,7 @@ def step_kernel(  # type: ignore[no-untyped-def]
         rank = left_empty + tl.cumsum(victims.to(tl.int32), 0) - 1
         count = tl.minimum(count, left_empty + tl.sum(victims.to(tl.int32), 0))
         turn = num_admitted + count - 1 - heavy_above
-        slot, _promoted = _fill(
+        slot, _promoted = fill(
             promoted,
             expert,
             slot,

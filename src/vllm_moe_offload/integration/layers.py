@@ -179,7 +179,7 @@ class OffloadedRoutedExperts(RoutedExperts):
     ) -> torch.Tensor:
         """What `op.routed_experts` computes for this layer."""
         assert self.offload is not None
-        return self.offload.forward(x, topk_weights, topk_ids, padding_rows(len(x)))
+        return self.offload.forward(x, topk_weights, topk_ids, padding_rows(len(x)), requests())
 
 
 def padding_rows(num_rows: int) -> torch.Tensor | None:
@@ -201,6 +201,23 @@ def padding_rows(num_rows: int) -> torch.Tensor | None:
         if isinstance(layer, MambaBase) or getattr(layer, "attn_type", None) == "encoder_only":
             continue
         return places < 0 if len(places) == num_rows else None
+    return None
+
+
+def requests() -> torch.Tensor | None:
+    """Where the rows of each request of this step begin, and the last one's end: int32 [R + 1].
+
+    None where there are no requests (a profiling run), or the attention's metadata does not say.
+    """
+    if not is_forward_context_available():
+        return None
+    metadata = get_forward_context().attn_metadata
+    if not isinstance(metadata, dict):
+        return None
+    for one in metadata.values():
+        starts = getattr(one, "query_start_loc", None)
+        if isinstance(starts, torch.Tensor):
+            return starts
     return None
 
 

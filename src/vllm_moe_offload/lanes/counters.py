@@ -11,10 +11,11 @@ class Counters:
 
     `hits` and `misses` count experts a step uses that were in a slot before it, or were not, but
     for streamed steps, which use all; `cpu_experts` those the CPU lane computed, and `promoted`
-    those of them that were copied into slots meanwhile; `bytes_fetched` all bytes copied into
-    slots; `waves` the waves of all steps; `tokens` rows of real tokens; `streamed` the steps whose
-    experts all passed through a buffer, and `bytes_streamed` what was copied there from host
-    memory.
+    those of them that were copied into slots meanwhile; `bytes_fetched` all bytes copied from
+    host memory into slots; `waves` the waves of all steps; `tokens` rows of real tokens; `streamed`
+    the steps whose experts all passed through a buffer, and `bytes_streamed` what was copied there
+    from host memory; `kept` the experts that were copied from there into slots, and `bytes_kept`
+    their bytes, which `bytes_fetched` does not count.
     """
 
     steps: int = 0
@@ -27,6 +28,8 @@ class Counters:
     bytes_fetched: int = 0
     streamed: int = 0
     bytes_streamed: int = 0
+    kept: int = 0
+    bytes_kept: int = 0
 
     def __iadd__(self, other: Counters) -> Counters:
         for name, value in asdict(other).items():

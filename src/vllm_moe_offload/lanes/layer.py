@@ -14,8 +14,9 @@ from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.lanes.base import Lane
 from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer, with_padding
 from vllm_moe_offload.lanes.counters import Counters
+from vllm_moe_offload.lanes.kept import Kept, KeptByHost, KeptOnDevice
 from vllm_moe_offload.lanes.planned import PlannedLayer
-from vllm_moe_offload.routing import Residency
+from vllm_moe_offload.routing import LastUses, Residency
 from vllm_moe_offload.stream import InSlots, LayerStreamer, StreamedLayer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -112,6 +113,10 @@ class OffloadedLayer:
         """A copy of what has been counted; waits for the device."""
         counted = replace(self._counted)
         counted.tokens += int(self._streamed_tokens)
+        if self._slots is not None and self._slots.kept is not None:
+            kept = self._slots.kept.count()
+            counted.kept += kept
+            counted.bytes_kept += kept * self.layout.nbytes
         if (on_device := self._on_device()) is not None:
             counted += on_device.read_counters()
         return counted
@@ -120,6 +125,8 @@ class OffloadedLayer:
         """Start to count anew."""
         self._counted = Counters()
         self._streamed_tokens = 0
+        if self._slots is not None and self._slots.kept is not None:
+            self._slots.kept.reset()
         if (on_device := self._on_device()) is not None:
             on_device.step.reset_counters()
 
@@ -135,6 +142,8 @@ class OffloadedLayer:
         this in the order in which a step runs them.
         """
         self._streamed = streamer.add(self._host, buffer, lane, self._cpu, self._in_slots)
+        if self._slots is not None:
+            self._slots.kept = self._make_kept(self._slots)
 
     def resize(self, num_slots: int) -> None:
         """Take `num_slots` empty slots instead of those there are; no step may be under way.
@@ -156,6 +165,7 @@ class OffloadedLayer:
         planned = PlannedLayer(self._residency, cache, resident, self.layout.nbytes)
         captured = self._capture(tensors, resident) if self._capture is not None else None
         self._slots = _Slots(cache, resident, planned, captured)
+        self._slots.kept = self._make_kept(self._slots)
         self._empty()
 
     def check_resize(self, num_slots: int) -> None:
@@ -204,11 +214,14 @@ class OffloadedLayer:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         padding: torch.Tensor | None = None,
+        requests: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The routed experts' output, of x's dtype and on its device.
 
         x: [T, H]; topk_weights: [T, K]; topk_ids: integers [T, K] in 0..E-1; padding: bool [T],
-        rows that are no tokens: they use no expert, and their output means nothing.
+        rows that are no tokens: they use no expert, and their output means nothing; requests: int32
+        [R + 1], where the rows of each request begin and the last one's end. With these, a step
+        that the device does not decide on leaves in the slots what its last rows use most.
         """
         x = x.contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
@@ -235,9 +248,9 @@ class OffloadedLayer:
                 f"can be captured for {MAX_CAPTURED} at most"
             )
         if self._streamed is not None and self._streamed.takes(len(x)):
-            return self._through_buffer(self._streamed, x, weights, routed, ids, padding)
+            return self._through_buffer(self._streamed, x, weights, routed, ids, padding, requests)
         self._leave_stream()
-        return self._planned(self._slots, x, weights, ids)
+        return self._planned(self._slots, x, weights, ids, requests)
 
     def _leave_stream(self) -> None:
         """What is in slots changes now, which copies for this layer do not know of."""
@@ -278,8 +291,13 @@ class OffloadedLayer:
         routed: torch.Tensor,
         ids: torch.Tensor,
         padding: torch.Tensor | None,
+        requests: torch.Tensor | None,
     ) -> torch.Tensor:
-        done = streamed.output(x, weights, routed, ids)
+        def keep(in_buffer: torch.Tensor | None) -> None:
+            if requests is not None and self._slots is not None and self._slots.kept is not None:
+                self._slots.kept.keep(ids, requests, in_buffer)
+
+        done = streamed.output(x, weights, routed, ids, keep)
         self._streamed_tokens += len(x) if padding is None else (~padding).sum()
         self._counted += Counters(
             steps=1,
@@ -300,16 +318,33 @@ class OffloadedLayer:
             slot_of = torch.from_numpy(self._residency.table.slot_of)
         return InSlots(self._slots.cache.tensors, slot_of)
 
+    def _make_kept(self, slots: _Slots) -> Kept | None:
+        """What keeps experts of streamed steps in these slots."""
+        if self._streamed is None or self._residency is None:
+            return None
+        buffer, tensors = self._streamed.buffer, slots.cache.tensors
+        if slots.captured is not None:
+            return KeptOnDevice(slots.captured.step, buffer, tensors)
+        return KeptByHost(self._residency, buffer, tensors)
+
     def _planned(
-        self, slots: _Slots, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+        self,
+        slots: _Slots,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        requests: torch.Tensor | None,
     ) -> torch.Tensor:
         """A step of the host's; where the device has the state, it is borrowed for it."""
         planned = slots.planned
         used, tokens = self._used(ids)
+        last = None
+        if requests is not None and len(ids) >= len(requests):  # else a row a request
+            last = LastUses.of(ids.cpu().numpy(), requests.cpu().numpy(), self.num_experts)
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if slots.captured is not None:
             slots.captured.step.read_into(planned.residency)
-        done = planned.forward(x, weights, ids, used, out)
+        done = planned.forward(x, weights, ids, used, out, last)
         if slots.captured is not None:
             slots.captured.step.take_over(planned.residency)
         done.tokens = tokens
@@ -337,11 +372,13 @@ class OffloadedLayer:
 class _Slots:
     """What there is once a number of slots has been chosen.
 
-    `is_filled`: with as many slots as experts, whether every expert is in its own.
+    `kept`: where large steps pass through a buffer. `is_filled`: with as many slots as experts,
+    whether every expert is in its own.
     """
 
     cache: SlotCache
     resident: Lane
     planned: PlannedLayer
     captured: CapturedLayer | None
+    kept: Kept | None = None
     is_filled: bool = False

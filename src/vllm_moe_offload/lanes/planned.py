@@ -9,7 +9,7 @@ import torch
 from vllm_moe_offload.device import SlotCache
 from vllm_moe_offload.lanes.base import Lane
 from vllm_moe_offload.lanes.counters import Counters
-from vllm_moe_offload.routing import Residency
+from vllm_moe_offload.routing import LastUses, Residency
 
 
 class PlannedLayer:
@@ -37,13 +37,15 @@ class PlannedLayer:
         topk_ids: torch.Tensor,
         used: npt.NDArray[np.bool_],
         out: torch.Tensor,
+        last: LastUses | None = None,
     ) -> Counters:
         """Write the routed experts' output to `out`, float32 [T, H]; returns what it took.
 
         x: [T, H]; topk_weights: float32 [T, K]; topk_ids: int32 [T, K] in 0..E, E for rows of
-        padding; used: bool [E], the experts that `topk_ids` names.
+        padding; used: bool [E], the experts that `topk_ids` names; last: as for
+        `Residency.step`.
         """
-        plan = self.residency.step(used)
+        plan = self.residency.step(used, last)
         if not plan.waves:
             out.zero_()
         for number, wave in enumerate(plan.waves):

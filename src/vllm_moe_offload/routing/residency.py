@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from vllm_moe_offload.routing.kept import LastUses, observe_last
 from vllm_moe_offload.routing.policy import make_policy
 from vllm_moe_offload.routing.table import SlotTable
 from vllm_moe_offload.routing.waves import StepPlan, plan_step
@@ -19,9 +20,15 @@ class Residency:
         self.table = SlotTable(num_experts, num_slots)
         self.policy = make_policy(policy, num_experts)
 
-    def step(self, used: npt.NDArray[np.bool_]) -> StepPlan:
-        """Plan a step that uses the experts marked in `used` (bool [E]) and take its state."""
-        self.policy.observe(used)
+    def step(self, used: npt.NDArray[np.bool_], last: LastUses | None = None) -> StepPlan:
+        """Plan a step that uses the experts marked in `used` (bool [E]) and take its state.
+
+        last: with requests of many rows, what the policy sees of the step instead of `used`.
+        """
+        if last is None:
+            self.policy.observe(used)
+        else:
+            observe_last(self.policy, last)
         return plan_step(self.table, self.policy, used)
 
     def resize(self, num_slots: int) -> None:

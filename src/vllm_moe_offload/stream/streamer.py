@@ -3,7 +3,8 @@
 A buffer holds every expert of a layer, each in the row of its own number, so that the layer is
 computed by one launch of its kernel, without a map, as if nothing were offloaded. Experts that are
 in slots come from there, on the device; the others come from host memory by the copy engine. The
-slots are read and never written.
+slots are read; what a step leaves in them is copied there when the layer has been computed, before
+its buffer is free again.
 
 Layers take the buffers in turns, by their number. The copies of layer l + 1 are enqueued before the
 computation of layer l is. Two marks order the streams at each buffer: `free`, behind its last
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, torch.Tensor]
 Experts = npt.NDArray[np.int64]
+# Is called when a layer's computation has been enqueued, before its buffer is free again, with
+# int32 [E], -1 for used experts that are not in the buffer, or None where all are.
+Keep = Callable[[torch.Tensor | None], None]
 
 # With a CPU lane, one of so many missing experts is copied before the routing is known. A CPU that
 # reads 95 GB/s beside a bus of 54 leaves the bus a third, and a third of section 1's layer keeps
@@ -77,9 +81,10 @@ class StreamedLayer:
         topk_weights: torch.Tensor,
         routed: torch.Tensor,
         topk_ids: torch.Tensor,
+        keep: Keep,
     ) -> Streamed:
         """As `LayerStreamer.output`."""
-        return self.streamer.output(self, x, topk_weights, routed, topk_ids)
+        return self.streamer.output(self, x, topk_weights, routed, topk_ids, keep)
 
     def forget(self) -> None:
         """As `LayerStreamer.end`."""
@@ -99,7 +104,7 @@ class LayerStreamer:
     """Moves the layers of a model through two buffers, in the order in which they were added.
 
     A step is the layers that follow one another by their numbers, from any one on. During a step
-    none of its layers may change what is in its slots.
+    none of its layers may change what is in its slots before it has been computed.
 
     Args:
         copies: Makes the copies from host memory.
@@ -168,11 +173,12 @@ class LayerStreamer:
         topk_weights: torch.Tensor,
         routed: torch.Tensor,
         topk_ids: torch.Tensor,
+        keep: Keep,
     ) -> Streamed:
         """The layer's output.
 
         x: [T, H]; topk_weights: float32 [T, K]; routed: int32 [T, K] in 0..E-1, rows of padding
-        too; topk_ids: the same with E for these.
+        too; topk_ids: the same with E for these; keep: may copy from the buffer to the slots.
         """
         if self._next != layer.number:
             self.begin(layer.number)
@@ -197,6 +203,7 @@ class LayerStreamer:
         try:
             self._copy_here(_from_slots(layer, slot_of))
             out = layer.lane.output(x, topk_weights, routed, expert_map)
+            keep(expert_map)
         finally:
             buffer.free.record()
         if tail is not None and len(on_cpu):
