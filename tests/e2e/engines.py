@@ -99,12 +99,23 @@ def log_probabilities(llm: LLM, sequences: Sequence[Sequence[int]]) -> np.ndarra
 
 
 def decoded(
-    llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int
+    llm: LLM, prompts: Sequence[Sequence[int]], new_tokens: int, seed: int | None = None
 ) -> tuple[list[list[int]], np.ndarray]:
-    """Greedy tokens after each prompt, all prompts at once, and log p of each as it was drawn."""
-    parameters = SamplingParams(
-        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0
-    )
+    """Tokens after each prompt, all prompts at once, and log p of each as it was drawn.
+
+    Greedily, or by chance: the same chance in every engine that is given the same seed.
+    """
+    parameters = [
+        SamplingParams(
+            temperature=0 if seed is None else 1,
+            seed=None if seed is None else seed + number,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0,
+        )
+        for number in range(len(prompts))
+    ]
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=list(p)) for p in prompts], parameters, use_tqdm=False
     )

@@ -1,0 +1,131 @@
+"""A CPU lane that fails under vLLM's graphs ends the step: layer and cause, no token, soon.
+
+In this process, where the error can be read, and in the process that vLLM gives an engine by
+default, which ends.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("vllm")
+import torch
+from vllm import LLM
+from vllm import envs as vllm_envs
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from tests.e2e import checkpoints
+from tests.e2e.engines import decoded, engine
+from tests.engine.faults import end_service_thread, kept_busy
+from tests.gpu.oracle import checked_layers
+from vllm_moe_offload import CpuLaneError, moe_offload_args
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "gpu_memory_utilization": 0.1,
+    "enforce_eager": False,
+    # Without torch.compile, which takes most of a start.
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 4],
+    },
+    **moe_offload_args(mode="cpu"),
+}
+# vLLM pads three rows to the four of a graph.
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
+SECONDS = 5
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.write("qwen3_moe", tmp_path_factory.mktemp("watchdog"))
+
+
+@contextmanager
+def stall(llm: LLM) -> Iterator[None]:
+    """Another has the engine's threads for longer than the lane waits."""
+    (runtime,) = llm.collective_rpc(lambda worker: worker._moe_offload_runtime)
+    with kept_busy(runtime.engine, SECONDS + 1):
+        yield
+
+
+@contextmanager
+def exception(llm: LLM) -> Iterator[None]:
+    """A request that cannot be computed: padding is routed to an expert that does not exist."""
+    for checked in checked_layers(llm):
+        layer = checked.layer
+        layer._asking._cpu.operands.cpu_map[-1] = layer.num_experts
+    yield
+
+
+@contextmanager
+def thread_exit(llm: LLM) -> Iterator[None]:
+    end_service_thread()
+    yield
+
+
+CAUSES = {
+    stall: r"computing it did not end within 3\.0 s",
+    exception: r"expert_map\[\d+\] is",
+    thread_exit: "the service thread ended",
+}
+
+
+@pytest.mark.parametrize("fault", CAUSES)
+def test_a_step_of_a_lane_that_fails_ends(fault: Any, checkpoint: Path) -> None:
+    with engine(checkpoint, **SETTINGS) as llm:
+        decoded(llm, PROMPTS, 4)
+        assert all(checked.layer._is_in_graph for checked in checked_layers(llm))
+        with fault(llm):
+            began = time.perf_counter()
+            with pytest.raises(CpuLaneError) as caught:
+                decoded(llm, PROMPTS, 4)
+            seconds = time.perf_counter() - began
+        print(f"\n{fault.__name__}: {seconds:.2f} s, {caught.value}")
+        assert seconds < SECONDS
+        assert re.search(r"model\.layers\.\d+", str(caught.value))
+        assert re.search(CAUSES[fault], str(caught.value))
+
+
+def test_an_engine_in_a_process_of_its_own_is_shut_down(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    vllm_envs.disable_envs_cache()
+    with engine(checkpoint, **SETTINGS) as llm:
+        decoded(llm, PROMPTS, 4)
+        processes = llm.llm_engine.engine_core.resources.engine_manager.processes
+        assert all(process.is_alive() for process in processes)
+        llm.collective_rpc(end_thread)
+        began = time.perf_counter()
+        with pytest.raises(EngineDeadError):
+            decoded(llm, PROMPTS, 4)
+        assert time.perf_counter() - began < SECONDS
+        for process in processes:
+            process.join(30)
+        assert not any(process.is_alive() for process in processes)
+    vllm_envs.disable_envs_cache()
+    printed = "".join(capfd.readouterr())
+    error = "".join(line for line in printed.splitlines() if "CpuLaneError: " in line)
+    assert re.search(r"model\.layers\.\d+", error)
+    assert CAUSES[thread_exit] in error
+
+
+def end_thread(worker: Any) -> None:
+    """In the engine's process."""
+    end_service_thread()
