@@ -105,6 +105,8 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     },
     "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": {
         "UnquantizedFusedMoEMethod": {
+            "unquantized_backend": None,
+            "experts_cls": None,
             "process_weights_after_loading": ["self", "layer"],
             "apply": [
                 "self",
@@ -116,6 +118,25 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
                 "shared_experts_input",
             ],
         }
+    },
+    "vllm/model_executor/layers/quantization/__init__.py": {
+        "": {"register_quantization_config": ["quantization"]}
+    },
+    "vllm/model_executor/layers/quantization/base_config.py": {
+        "QuantizationConfig": {
+            "get_name": ["self"],
+            "get_supported_act_dtypes": ["self"],
+            "get_min_capability": ["cls"],
+            "get_config_filenames": [],
+            "from_config": ["cls", "config"],
+            "get_quant_method": ["self", "layer", "prefix"],
+        }
+    },
+    "vllm/model_executor/models/registry.py": {
+        "_ModelRegistry": {"register_model": ["self", "model_arch", "model_cls"]}
+    },
+    "vllm/model_executor/models/qwen3_moe.py": {
+        "Qwen3MoeForCausalLM": {"__init__": ["self", "vllm_config", "prefix"]}
     },
     "vllm/model_executor/layers/fused_moe/__init__.py": {
         "": {"override_config": ["config"], "get_config": []}
@@ -159,7 +180,11 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     },
     "vllm/forward_context.py": {
         "": {"get_forward_context": [], "is_forward_context_available": []},
-        "ForwardContext": {"no_compile_layers": None, "slot_mapping": None},
+        "ForwardContext": {
+            "no_compile_layers": None,
+            "slot_mapping": None,
+            "cudagraph_runtime_mode": None,
+        },
     },
     "vllm/config/parallel.py": {
         "ParallelConfig": {
@@ -174,6 +199,8 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/config/model.py": {
         "ModelConfig": {
             "enable_sleep_mode": None,
+            "quantization": None,
+            "architectures": None,
             "get_hidden_size": ["self"],
             "get_vocab_size": ["self"],
         }
@@ -197,7 +224,8 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "model_config": None,
             "scheduler_config": None,
             "compilation_config": None,
-        }
+        },
+        "": {"set_current_vllm_config": ["vllm_config"], "get_current_vllm_config_or_none": []},
     },
     "vllm/config/compilation.py": {
         "CompilationConfig": {
@@ -206,7 +234,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "cudagraph_capture_sizes": None,
             "max_cudagraph_capture_size": None,
         },
-        "CUDAGraphMode": {"NONE": None},
+        "CUDAGraphMode": {"NONE": None, "PIECEWISE": None},
     },
     "vllm/model_executor/layers/mamba/abstract.py": {"MambaBase": {"get_state_shape": ["self"]}},
     "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},

@@ -54,6 +54,14 @@ class CopyStream:
             copy(pairs)
             done.record()
 
+    def join(self) -> None:
+        """What comes next on the current stream comes after all copies so far.
+
+        Not to be captured.
+        """
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
 
 def copy(pairs: Pairs) -> None:
     """Copy each (to, from) on the current stream."""
