@@ -1,7 +1,8 @@
 """Who is compared, and what each is started with: the same GPU bytes for the experts.
 
 The bytes are those of `slots` slots a layer. vLLM's own ways to offload are coarser (a parameter
-of a layer, a layer): they get the next size up, so never less than ours. What each really took is
+of a layer, a layer): they get the next size up, so never less than ours. `cpu` has no experts on
+the GPU and `stream` two buffers of a layer's size, whatever `slots` says. What each really took is
 measured and stands beside its figures (`expert_gpu_gib`).
 """
 
@@ -31,7 +32,7 @@ def make(name: str, shape: Shape, slots: int) -> Contestant:
     if name in OURS:
         from vllm_moe_offload import moe_offload_args
 
-        sized = {} if name == "cpu" else {"slots_per_layer": slots}
+        sized = {} if name in ("cpu", "stream") else {"slots_per_layer": slots}
         return Contestant(
             name, sized.get("slots_per_layer", 0), moe_offload_args(mode=name, **sized)
         )

@@ -57,11 +57,18 @@ def test_the_helper_for_llm_builds_the_same() -> None:
     ("settings", "message"),
     [
         ({"slots": 4}, r"unknown: slots; what exists: mode, slots_per_layer, gpu_memory_gib"),
+        ({"mode": "gpu"}, r"mode='gpu'.*'auto', 'cache', 'hybrid', 'cpu' or 'stream'"),
         (
-            {"mode": "stream"},
-            r"mode='stream' is not built yet; modes that are: auto, cache, hybrid, cpu",
+            {"mode": "stream", "slots_per_layer": 4},
+            r"copies every .*slots_per_layer would",
         ),
-        ({"mode": "gpu"}, r"mode='gpu'.*'auto', 'cache', 'hybrid' or 'cpu'"),
+        (
+            {"mode": "stream", "gpu_memory_gib": 4.0},
+            r"copies every .*gpu_memory_gib would",
+        ),
+        ({"mode": "stream", "policy": "lru"}, r"mode='stream' has no slots, so policy would"),
+        ({"mode": "stream", "stream_threshold": 64}, r"'stream' has no slots, so stream_threshold"),
+        ({"mode": "stream", "cache_topk": 2}, r"mode='stream' leaves no choice.*cache_topk"),
         ({"mode": "cache", "cache_topk": 2}, r"mode='cache' leaves no choice.*cache_topk"),
         ({"mode": "cpu", "update_expert_num": 2}, r"mode='cpu' leaves no choice.*update_expert"),
         ({"cache_topk": 0}, r"cache_topk=0: give at least 1"),
@@ -101,6 +108,21 @@ def test_an_error_describes_a_setting_once(name: str) -> None:
     assert message.count(OffloadConfig.model_fields[name].description) == 1
     assert message.count(f"{name}='eight': ") == 1
     assert "should be a valid" in message and "'auto'" in message and "policy='clock'" in message
+
+
+@pytest.mark.parametrize("given", [None, {}, {"mode": "stream"}, {"cpu_threads": 2}])
+def test_what_asks_for_streaming_sets_the_mode(given: dict | None) -> None:
+    config = None if given is None else OffloadConfig.parse(given)
+    streaming = OffloadConfig.streaming(config, "the architecture X")
+    assert streaming == OffloadConfig.parse({**(given or {}), "mode": "stream"})
+
+
+def test_what_asks_for_streaming_goes_with_no_other_mode_and_no_slots() -> None:
+    for mode in ("auto", "cache"):
+        with pytest.raises(ConfigError, match=rf"'{mode}', and X asks for mode='stream': leave"):
+            OffloadConfig.streaming(OffloadConfig.parse({"mode": mode}), "X")
+    with pytest.raises(ConfigError, match=r"no slot.*\(mode='stream' is what X asks for\)"):
+        OffloadConfig.streaming(OffloadConfig.parse({"slots_per_layer": 4}), "X")
 
 
 def test_a_section_that_is_no_mapping_is_an_error() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -27,15 +27,21 @@ ENVIRONMENT_PREFIX = "VLLM_MOE_OFFLOAD_"
 # Read by the expert engine itself (it also runs without vLLM), so not a setting of this model.
 ENGINE_VARIABLES = frozenset({"VLLM_MOE_OFFLOAD_ISA"})
 
+# What asks for offload with mode="stream" without any setting: as --quantization, and as the
+# architecture of a model.
+PING_PONG_QUANTIZATION = "pingpong_moe"
+OFFLOAD_ARCHITECTURE = "Qwen3MoeForCausalLMOffload"
+
 # The names under which vLLM finds the plugin.
 PLUGIN_NAMES = frozenset({"moe_offload", "cpu_offload_moe"})
 
-Mode = Literal["auto", "cache", "hybrid", "cpu"]
-PLANNED_MODES = ("stream",)
+Mode = Literal["auto", "cache", "hybrid", "cpu", "stream"]
 # Those in which the misses of a step are split between fetching and the CPU.
 SPLIT_MODES = ("auto", "hybrid")
 # What decides which parameters beside the experts are prefetched; all else here is of experts.
 PREFETCH_SETTINGS = ("group_size", "num_in_group", "prefetch_step", "params")
+# Those without slots, and why.
+SLOTLESS_MODES = {"cpu": "fetches nothing", "stream": "copies every expert every step"}
 PolicyName = Literal["lfru", "lru", "lfu", "static"]
 Auto = Literal["auto"]
 
@@ -50,7 +56,9 @@ class OffloadConfig(BaseModel):
         description="cache: every missing expert is fetched into a slot of the device; "
         "hybrid: some are fetched and the CPU computes the others meanwhile, by the rates of both "
         "as measured at start-up; cpu: nothing is fetched, the CPU computes every expert from host "
-        "memory; auto: hybrid on a GPU, cache in vLLM's CPU build.",
+        "memory; stream: there are no slots, every expert is copied every step, through two "
+        "buffers of the device, each as large as a layer's experts; auto: hybrid on a GPU, cache "
+        "in vLLM's CPU build.",
     )
     slots_per_layer: int | Auto | None = Field(
         default=None,
@@ -133,11 +141,6 @@ class OffloadConfig(BaseModel):
         for name, value in data.items():
             if isinstance(value, bool):
                 raise ValueError(f"{name}={value}: true and false are no values of it")
-        if data.get("mode") in PLANNED_MODES:
-            raise ValueError(
-                f"mode={data['mode']!r} is not built yet; modes that are: "
-                f"{', '.join(get_args(Mode))}"
-            )
         return data
 
     @model_validator(mode="after")
@@ -163,17 +166,18 @@ class OffloadConfig(BaseModel):
                         f"mode={self.mode!r} leaves no choice between fetching and the CPU, so "
                         f"{name} would decide nothing: leave it out, or use mode='hybrid'"
                     )
-        if self.mode == "cpu":
+        if self.mode in SLOTLESS_MODES:
+            why = SLOTLESS_MODES[self.mode]
             sized = [n for n in ("slots_per_layer", "gpu_memory_gib") if getattr(self, n)]
             if sized:
                 raise ValueError(
-                    f"mode='cpu' fetches nothing, so {sized[0]} would fill no slot: "
+                    f"mode={self.mode!r} {why}, so {sized[0]} would fill no slot: "
                     "leave it out, or use mode='cache'"
                 )
             for name in ("policy", "stream_threshold"):
                 if name in self.model_fields_set:
                     raise ValueError(
-                        f"mode='cpu' has no slots, so {name} would decide nothing: "
+                        f"mode={self.mode!r} has no slots, so {name} would decide nothing: "
                         "leave it out, or use mode='cache'"
                     )
         self._check_prefetch()
@@ -233,6 +237,23 @@ class OffloadConfig(BaseModel):
                     "set it in one place"
                 )
         return cls.parse({**explicit.settings(), **variables.settings()})
+
+    @classmethod
+    def streaming(cls, config: OffloadConfig | None, asked_by: str) -> OffloadConfig:
+        """`config`, or what is set of it, with mode='stream', for which `asked_by` stands.
+
+        Raises ConfigError where another mode is set, or a setting does not go with it.
+        """
+        settings = {} if config is None else config.settings()
+        if settings.get("mode", "stream") != "stream":
+            raise ConfigError(
+                f"mode is {settings['mode']!r}, and {asked_by} asks for mode='stream': leave out "
+                "one of them"
+            )
+        try:
+            return cls.parse({**settings, "mode": "stream"})
+        except ConfigError as error:
+            raise ConfigError(f"{error} (mode='stream' is what {asked_by} asks for)") from None
 
     @property
     def engine_threads(self) -> int | None:

@@ -66,12 +66,13 @@ def test_ours_has_the_slots_and_the_mode() -> None:
         "slots_per_layer": 26,
     }
     assert make("cpu", QWEN, 26).slots == 0
+    stream = make("stream", QWEN, 26)
+    assert stream.slots == 0, "two buffers, each of a layer's size"
+    assert stream.engine["additional_config"]["moe_offload"] == {"mode": "stream"}
     assert make("vllm-gpu", QWEN, 26).engine == {}
 
 
 def test_what_does_not_exist_says_what_does() -> None:
-    with pytest.raises(ValueError, match="'stream' is not built yet"):
-        make("stream", QWEN, 26)
     with pytest.raises(ValueError, match=r"unknown contestant 'tgi'; what exists: auto, .*uva"):
         make("tgi", QWEN, 26)
 

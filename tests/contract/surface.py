@@ -105,6 +105,8 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     },
     "vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py": {
         "UnquantizedFusedMoEMethod": {
+            "unquantized_backend": None,
+            "experts_cls": None,
             "process_weights_after_loading": ["self", "layer"],
             "apply": [
                 "self",
@@ -116,6 +118,25 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
                 "shared_experts_input",
             ],
         }
+    },
+    "vllm/model_executor/layers/quantization/__init__.py": {
+        "": {"register_quantization_config": ["quantization"]}
+    },
+    "vllm/model_executor/layers/quantization/base_config.py": {
+        "QuantizationConfig": {
+            "get_name": ["self"],
+            "get_supported_act_dtypes": ["self"],
+            "get_min_capability": ["cls"],
+            "get_config_filenames": [],
+            "from_config": ["cls", "config"],
+            "get_quant_method": ["self", "layer", "prefix"],
+        }
+    },
+    "vllm/model_executor/models/registry.py": {
+        "_ModelRegistry": {"register_model": ["self", "model_arch", "model_cls"]}
+    },
+    "vllm/model_executor/models/qwen3_moe.py": {
+        "Qwen3MoeForCausalLM": {"__init__": ["self", "vllm_config", "prefix"]}
     },
     "vllm/model_executor/layers/fused_moe/__init__.py": {
         "": {"override_config": ["config"], "get_config": []}
@@ -163,6 +184,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "no_compile_layers": None,
             "slot_mapping": None,
             "attn_metadata": None,
+            "cudagraph_runtime_mode": None,
         },
     },
     # Backends that say where the rows of each request are; with others nothing is kept.
@@ -186,6 +208,8 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/config/model.py": {
         "ModelConfig": {
             "enable_sleep_mode": None,
+            "quantization": None,
+            "architectures": None,
             "get_hidden_size": ["self"],
             "get_vocab_size": ["self"],
         }
@@ -209,7 +233,8 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "model_config": None,
             "scheduler_config": None,
             "compilation_config": None,
-        }
+        },
+        "": {"set_current_vllm_config": ["vllm_config"], "get_current_vllm_config_or_none": []},
     },
     "vllm/config/compilation.py": {
         "CompilationConfig": {
@@ -218,7 +243,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "cudagraph_capture_sizes": None,
             "max_cudagraph_capture_size": None,
         },
-        "CUDAGraphMode": {"NONE": None},
+        "CUDAGraphMode": {"NONE": None, "PIECEWISE": None},
     },
     "vllm/model_executor/layers/mamba/abstract.py": {"MambaBase": {"get_state_shape": ["self"]}},
     "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},

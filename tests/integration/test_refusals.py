@@ -25,6 +25,8 @@ def config(**changes: Any) -> Any:
         "parallel_config.pipeline_parallel_size": 1,
         "parallel_config.data_parallel_size": 1,
         "model_config.enable_sleep_mode": False,
+        "model_config.quantization": None,
+        "model_config.architectures": ["Qwen3MoeForCausalLM"],
         "offload_config.uva.cpu_offload_gb": 0,
         "offload_config.prefetch.offload_group_size": 0,
         "lora_config": None,

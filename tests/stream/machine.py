@@ -88,6 +88,13 @@ class LateCopies:
         done.record()
         self._machine.current = COMPUTING
 
+    def join(self) -> None:
+        done = self.mark()
+        self._machine.current = COPYING
+        done.record()
+        self._machine.current = COMPUTING
+        done.wait()
+
 
 class LateStreamer(LayerStreamer):
     """A streamer whose work on the computing stream is late too."""
@@ -102,7 +109,8 @@ class LateStreamer(LayerStreamer):
             self._machine.enqueue(lambda to=to, source=source: to.copy_(source))
 
     def _read_tables(self) -> Any:
-        self._machine.finish()
+        if any(layer.in_slots().tensors for layer in self._layers):
+            self._machine.finish()
         return super()._read_tables()
 
 

@@ -55,7 +55,10 @@ class CopyStream:
             done.record()
 
     def join(self) -> None:
-        """What comes next on the current stream comes after all copies so far."""
+        """What comes next on the current stream comes after all copies so far.
+
+        Not to be captured.
+        """
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -92,16 +92,26 @@ class CudaDevice(Device):
 
     @override
     def register(self, address: int, nbytes: int) -> None:
-        code = _cudart().cudaHostRegister(address, nbytes, _REGISTER_FLAGS)
-        if int(code):
-            raise MemoryShortError(
-                f"CUDA could not register {nbytes / 2**30:.2f} GiB of host memory (error "
-                f"{int(code)}): raise the limit of locked memory, or free host memory"
-            )
+        register(address, nbytes)
 
     @override
     def unregister(self, address: int) -> None:
-        _cudart().cudaHostUnregister(address)
+        unregister(address)
+
+
+def register(address: int, nbytes: int) -> None:
+    """As `Device.register`."""
+    code = _cudart().cudaHostRegister(address, nbytes, _REGISTER_FLAGS)
+    if int(code):
+        raise MemoryShortError(
+            f"CUDA could not register {nbytes / 2**30:.2f} GiB of host memory (error "
+            f"{int(code)}): raise the limit of locked memory, or free host memory"
+        )
+
+
+def unregister(address: int) -> None:
+    """As `Device.unregister`."""
+    _cudart().cudaHostUnregister(address)
 
 
 def _cudart() -> Any:

@@ -1,10 +1,12 @@
 """Which vLLM versions this package knows, and every difference between them.
 
-Between the oldest and the newest the places used here have the same names and signatures
-(tests/contract holds them to that), so this file has little to say.
+Between the oldest and the newest the places used here have the same names and signatures, but for
+one (tests/contract holds them to that), so this file has little to say.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import vllm
 
@@ -41,6 +43,13 @@ def loses_errors_of_outputs(version: str = vllm.__version__) -> bool:
     Only with asynchronous scheduling by the multiprocess executor; caught from 0.25 on.
     """
     return release(version) < (0, 25)
+
+
+def fused_moe_factory() -> Any:
+    """What makes the runner of a layer of experts: called FusedMoE until 0.26."""
+    from vllm.model_executor.layers import fused_moe
+
+    return getattr(fused_moe, "FusedMoE" if release() < (0, 27) else "FusedMoEFactory")
 
 
 def _range() -> str:

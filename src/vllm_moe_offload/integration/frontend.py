@@ -13,6 +13,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_moe_offload.config import (
     ADDITIONAL_CONFIG_KEY,
     ENGINE_VARIABLES,
+    OFFLOAD_ARCHITECTURE,
+    PING_PONG_QUANTIZATION,
     OffloadConfig,
     variable_names,
 )
@@ -52,13 +54,17 @@ def _check_engine(config: OffloadConfig) -> None:
         raise ConfigError(f"moe_offload settings: {error}") from None
 
 
-def configure(vllm_config: VllmConfig) -> OffloadConfig | None:
+def configure(vllm_config: VllmConfig, asked_by: str | None = None) -> OffloadConfig | None:
     """The offload configuration asked for, or None; refuses what does not go with it.
 
     Writes the settings, those of the environment included, into `additional_config`, which every
-    worker receives: a worker on another host sees what this process saw.
+    worker receives: a worker on another host sees what this process saw. asked_by: who else asks
+    for offload, with mode="stream", in the words of an error.
     """
     config = OffloadConfig.resolve(vllm_config.additional_config, os.environ)
+    asked_by = asked_by or _asked_by_model(vllm_config.model_config)
+    if asked_by is not None:
+        config = OffloadConfig.streaming(config, asked_by)
     if config is None:
         return None
     check_version()
@@ -72,3 +78,14 @@ def configure(vllm_config: VllmConfig) -> OffloadConfig | None:
         )
     vllm_config.additional_config[ADDITIONAL_CONFIG_KEY] = config.settings()
     return config
+
+
+def _asked_by_model(model_config: Any) -> str | None:
+    """What of the model's configuration asks for offload."""
+    if model_config is None:
+        return None
+    if model_config.quantization == PING_PONG_QUANTIZATION:
+        return f"quantization={PING_PONG_QUANTIZATION!r}"
+    if OFFLOAD_ARCHITECTURE in model_config.architectures:
+        return f"the architecture {OFFLOAD_ARCHITECTURE}"
+    return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
 
 logger = init_logger(f"vllm.{__name__}")
@@ -38,6 +40,27 @@ def limit_capture_sizes(vllm_config: VllmConfig, most: int) -> None:
             _as_text(dropped),
             most,
         )
+
+
+def most_captured(vllm_config: VllmConfig) -> int:
+    """Rows of the largest step that may be replayed; 0 where no graphs are captured."""
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode in (None, CUDAGraphMode.NONE):
+        return 0
+    return compilation.max_cudagraph_capture_size or 0
+
+
+def captures_a_piece() -> bool:
+    """Whether a piece of the model is being captured: its expert layers are in graphs of their own.
+
+    A full graph has all of them; vLLM splits the others at attention.
+    """
+    return (
+        torch.cuda.is_available()
+        and torch.cuda.is_current_stream_capturing()
+        and is_forward_context_available()
+        and get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
+    )
 
 
 def _as_text(sizes: list[int]) -> str:

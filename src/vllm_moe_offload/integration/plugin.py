@@ -6,15 +6,22 @@ import os
 
 
 def register() -> None:
-    """Install the two hooks through which offload can be turned on. May be called again.
+    """Install the hooks and names through which offload can be turned on. May be called again.
 
-    Neither does anything until a configuration asks for offload; see docs/vllm-seams.md. Where
+    None does anything until a configuration asks for offload; see docs/vllm-seams.md. Where
     vLLM's routing simulator is on, it gets this package's routings as well.
     """
-    from vllm_moe_offload.integration import frontend, worker
+    from vllm import ModelRegistry
+
+    from vllm_moe_offload.config import OFFLOAD_ARCHITECTURE
+    from vllm_moe_offload.integration import frontend, quantization, worker
 
     frontend.install()
     worker.install()
+    quantization.install()
+    ModelRegistry.register_model(
+        OFFLOAD_ARCHITECTURE, f"vllm_moe_offload.integration.models:{OFFLOAD_ARCHITECTURE}"
+    )
     if os.environ.get("VLLM_MOE_ROUTING_SIMULATION_STRATEGY"):
         from vllm_moe_offload.integration import simulation
 

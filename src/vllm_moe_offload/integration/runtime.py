@@ -11,7 +11,12 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_moe_offload.config import ADDITIONAL_CONFIG_KEY, PREFETCH_SETTINGS, OffloadConfig
+from vllm_moe_offload.config import (
+    ADDITIONAL_CONFIG_KEY,
+    PREFETCH_SETTINGS,
+    SLOTLESS_MODES,
+    OffloadConfig,
+)
 from vllm_moe_offload.device import Device, HostDevice
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -19,7 +24,7 @@ from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
-from vllm_moe_offload.integration.graphs import limit_capture_sizes
+from vllm_moe_offload.integration.graphs import limit_capture_sizes, most_captured
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
@@ -260,8 +265,10 @@ class OffloadRuntime:
                 self.engine.threads,
                 self.engine.isa,
             )
-            if current_platform.is_cuda() and any(
-                layer.num_slots < layer.num_experts for layer in layers.values()
+            if (
+                current_platform.is_cuda()
+                and self.config.mode != "stream"
+                and any(layer.num_slots < layer.num_experts for layer in layers.values())
             ):
                 limit_capture_sizes(self._vllm_config, MAX_CAPTURED)
             seen: set[tuple[Any, ...]] = set()
@@ -354,9 +361,15 @@ class OffloadRuntime:
     def resize(self, slots_per_layer: int) -> None:
         """Give every layer that many slots, or none of them: ValueError when it does not go."""
         layers = self._layers().values()
-        if not layers or self.config.mode == "cpu":
-            why = "computes every expert on the CPU" if layers else "has every expert on the device"
-            raise ValueError(f"this engine {why}: it has no slots to resize")
+        if not layers:
+            raise ValueError(
+                "this engine has every expert on the device: it has no slots to resize"
+            )
+        if self.config.mode in SLOTLESS_MODES:
+            raise ValueError(
+                f"this engine has mode={self.config.mode!r}, which "
+                f"{SLOTLESS_MODES[self.config.mode]}: it has no slots to resize"
+            )
         for layer in layers:
             layer.check_resize(slots_per_layer)
         for layer in layers:
@@ -418,7 +431,7 @@ class OffloadRuntime:
 
     @property
     def _sized_automatically(self) -> bool:
-        return self.config.mode != "cpu" and not any(
+        return self.config.mode not in SLOTLESS_MODES and not any(
             isinstance(size, int | float)
             for size in (self.config.slots_per_layer, self.config.gpu_memory_gib)
         )
@@ -441,7 +454,9 @@ class OffloadRuntime:
             for module in modules
         ]
         if self.config.mode == "cpu":
-            return SlotPlan(tuple(0 for _ in shapes), fits=False), ""
+            return _no_slots(shapes), ""
+        if self.config.mode == "stream":
+            return _no_slots(shapes), self._make_ping_pong(modules)
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
         to_come = self.prefetch.pending_bytes if self.prefetch is not None else 0
         free = budget = max(self.device.free_memory() - to_come, 0)
@@ -450,32 +465,48 @@ class OffloadRuntime:
         elif not isinstance(slots, int) and current_platform.is_cuda():
             moe_configs = [module.moe_config for module in modules]
             free = budget = max(free - reserved_bytes(self._vllm_config, moe_configs), 0)
+        threshold = self.config.stream_threshold
         plan, buffers = plan_with_buffers(
             shapes,
             slots_per_layer=slots if isinstance(slots, int) else None,
             budget_bytes=budget,
             buffer_bytes=self._wanted_buffers(modules),
-            is_wanted=isinstance(self.config.stream_threshold, int),
+            is_wanted=isinstance(threshold, int),
         )
         needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
         )
         and_buffers = f" and {buffers / _GIB:.2f} GiB in buffers" if buffers else ""
-        needs = (
-            f"{max(plan.slots)} slots in each of {len(shapes)} layers{and_buffers} need "
-            f"{needed / _GIB:.2f} GiB of device memory and {free / _GIB:.2f} GiB are left for them "
-            "after the rest of the model"
+        needs = _needs(
+            f"{max(plan.slots)} slots in each of {len(shapes)} layers{and_buffers}", needed, free
         )
         if needed > free:
             raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self.store.needs()})")
         if buffers:
-            threshold = self.config.stream_threshold
             self._streaming = Streaming(
                 threshold if isinstance(threshold, int) else None,
                 buffers,
                 torch.device(current_platform.device_type),
             )
         return plan, needs
+
+    def _make_ping_pong(self, modules: list[OffloadedRoutedExperts]) -> str:
+        """Take the buffers through which every layer passes every step; what they need in words."""
+        if self._streaming is not None:
+            raise UnsupportedError(
+                f"moe_offload on {modules[0].layer_name}: mode='stream' passes the layers of one "
+                "model through its buffers, and a graph of that one model: use another mode with "
+                "a draft model that has experts"
+            )
+        buffers, free = _buffers_for(modules), self.device.free_memory()
+        needs = _needs("two buffers, each for the largest layer,", buffers, free)
+        if buffers > free:
+            raise MemoryShortError(
+                f"{needs}: use mode='cache', which needs less, or mode='cpu' ({self.store.needs()})"
+            )
+        device = torch.device(current_platform.device_type)
+        self._streaming = Streaming(0, buffers, device, most_captured(self._vllm_config))
+        return needs
 
     def _wanted_buffers(self, modules: list[OffloadedRoutedExperts]) -> int:
         """Bytes of two buffers that any of these layers fits into; 0 where none are to be made.
@@ -487,10 +518,7 @@ class OffloadRuntime:
             return 0
         if threshold == "auto" and current_platform.is_cpu():
             return 0  # a copy from memory to memory runs beside nothing
-        return 2 * max(
-            buffer_bytes(ExpertLayout.of(module.host), module.moe_config.num_experts)
-            for module in modules
-        )
+        return _buffers_for(modules)
 
     @property
     def _buffer_bytes(self) -> int:
@@ -501,6 +529,25 @@ class OffloadRuntime:
     def _slot_bytes(self) -> int:
         """Bytes that slots of layers bound so far take."""
         return sum(layer.device_bytes for layer in self._layers().values())
+
+
+def _no_slots(layers: list[LayerShape]) -> SlotPlan:
+    return SlotPlan(tuple(0 for _ in layers), fits=False)
+
+
+def _buffers_for(modules: list[OffloadedRoutedExperts]) -> int:
+    """Bytes of two buffers that any of these layers fits into."""
+    return 2 * max(
+        buffer_bytes(ExpertLayout.of(module.host), module.moe_config.num_experts)
+        for module in modules
+    )
+
+
+def _needs(what: str, needed: int, free: int) -> str:
+    return (
+        f"{what} need {needed / _GIB:.2f} GiB of device memory and {free / _GIB:.2f} GiB are left "
+        "for them after the rest of the model"
+    )
 
 
 def _engine(config: OffloadConfig) -> CpuExpertEngine:

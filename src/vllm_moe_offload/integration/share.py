@@ -34,13 +34,13 @@ class CpuShare:
         self._config = config
         self._device = device
         self._lane: CpuLane | None = None
-        if config.mode != "cache":
+        if config.mode not in ("cache", "stream"):
             self._lane = CpuLane(
                 engine, max_layers=_MOST_LAYERS, max_tokens=MAX_CAPTURED, device=device
             )
 
     def request(self, layer: str, cpu: EngineLane) -> CpuRequest | None:
-        """The layer's side of the lane; None in the mode that has none."""
+        """The layer's side of the lane; None in a mode that has none."""
         return self._lane.add(layer, cpu.plan) if self._lane is not None else None
 
     def cache_topk(self, layer: str, top_k: int) -> int | None:

@@ -11,6 +11,7 @@ from vllm.logger import init_logger
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.device.streams import Stopwatch
 from vllm_moe_offload.errors import UnsupportedError
+from vllm_moe_offload.integration.graphs import captures_a_piece
 from vllm_moe_offload.lanes import MAX_CAPTURED, Lane, OffloadedLayer
 from vllm_moe_offload.planning import LaneRates, TailRates, stream_threshold
 from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer
@@ -32,14 +33,18 @@ Bind = Callable[[BufferMemory], tuple[dict[str, torch.Tensor], Lane]]
 class Streaming:
     """The streamer and its two buffers, of `nbytes` together.
 
-    `threshold`: as set, or None for the one that is measured.
+    `threshold`: as set, or None for the one that is measured. `most_captured`: rows of the largest
+    streamed step that a graph may replay, which makes its own first copies.
     """
 
-    def __init__(self, threshold: int | None, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, threshold: int | None, nbytes: int, device: torch.device, most_captured: int = 0
+    ) -> None:
         self._threshold = threshold
         self._device = device
+        self._most_captured = most_captured
         self._memory = tuple(BufferMemory(nbytes // 2, device) for _ in range(2))
-        self._streamer = LayerStreamer(CopyStream(device))
+        self._streamer = LayerStreamer(CopyStream(device), is_alone=captures_a_piece)
 
     @property
     def device_bytes(self) -> int:
@@ -54,7 +59,8 @@ class Streaming:
     def add(self, name: str, layer: OffloadedLayer, bind: Bind) -> None:
         """Let a layer take its turns; layers come in the order in which a step runs them.
 
-        Raises UnsupportedError where its format does not go with it and a threshold was set.
+        Raises UnsupportedError where its format does not go with it and a threshold was set, or
+        the mode.
         """
         if layer.num_slots == layer.num_experts:
             return
@@ -123,7 +129,7 @@ class Streaming:
 
     def expect(self, rows: int) -> None:
         """A step of so many rows comes next: the first copies of a streamed one start now."""
-        if self._streamer.takes(rows):
+        if self._streamer.takes(rows) and rows > self._most_captured:
             self._streamer.begin()
         else:
             self._streamer.end()

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from vllm_moe_offload.errors import InactiveError
+
+if TYPE_CHECKING:
+    from vllm_moe_offload.config import OffloadConfig
+    from vllm_moe_offload.integration.runtime import OffloadRuntime
 
 _RUNTIME = "_moe_offload_runtime"
 
@@ -106,21 +114,66 @@ def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
     """Load the model; with offload configured, with its weights offloaded."""
     from vllm_moe_offload.integration.frontend import configure
 
-    config = configure(self.vllm_config)
-    if config is None:
+    global _loading
+    with ExitStack() as stack:
+        _loading = _Loading(self, stack)
+        stack.callback(_end_loading)
+        config = configure(self.vllm_config)
+        if config is not None:
+            _loading.offload(config)
         self.worker.load_model(*args, **kwargs)
-        return
-    # Only now: a server without offload neither imports nor registers any of it.
-    from vllm_moe_offload.integration.layers import offloaded_layers
-    from vllm_moe_offload.integration.runtime import OffloadRuntime
+        runtime = _loading.runtime
+    if runtime is not None:
+        runtime.finish_loading(self.worker)
+        setattr(self, _RUNTIME, runtime)
 
-    runtime = OffloadRuntime(config, self.vllm_config, self.worker)
-    if runtime.prefetch is not None:
-        runtime.prefetch.activate()
-    with offloaded_layers(runtime):
-        self.worker.load_model(*args, **kwargs)
-    runtime.finish_loading(self.worker)
-    setattr(self, _RUNTIME, runtime)
+
+def ask_for_offload(asked_by: str) -> None:
+    """For a model's code: offload is on from here, with mode='stream' if nothing is configured.
+
+    asked_by: who asks, in the words of an error. Raises InactiveError where no worker is loading a
+    model, ConfigError and UnsupportedError as settings would.
+    """
+    from vllm_moe_offload.integration.frontend import configure
+
+    if _loading is None:
+        raise InactiveError(
+            f"{asked_by} is made where no worker of vLLM loads a model, so nothing would be "
+            "offloaded: load the model with vLLM, and the plugin with it (VLLM_PLUGINS)"
+        )
+    if _loading.runtime is None:
+        config = configure(_loading.wrapper.vllm_config, asked_by)
+        assert config is not None
+        _loading.offload(config)
+
+
+@dataclass
+class _Loading:
+    """A model being loaded. `stack`: ends with it; `runtime`: once offload is on."""
+
+    wrapper: WorkerWrapperBase
+    stack: ExitStack
+    runtime: OffloadRuntime | None = None
+
+    def offload(self, config: OffloadConfig) -> None:
+        """From here until the loading ends layers are made offloaded."""
+        # Only now: a server without offload neither imports nor registers any of it.
+        from vllm_moe_offload.integration.layers import offloaded_layers
+        from vllm_moe_offload.integration.runtime import OffloadRuntime
+
+        self.runtime = OffloadRuntime(config, self.wrapper.vllm_config, self.wrapper.worker)
+        if self.runtime.prefetch is not None:
+            self.runtime.prefetch.activate()
+        self.stack.enter_context(offloaded_layers(self.runtime))
+
+
+# Set while a worker loads a model: vLLM constructs it, so its code can be handed nothing.
+_loading: _Loading | None = None
+
+
+def _end_loading() -> None:
+    global _loading
+    _loading = None
 
 
 def _runtime(self: WorkerWrapperBase) -> Any:

@@ -29,13 +29,16 @@ class OffloadedLayer:
     launches that a CUDA graph can hold; the device then has the state, and lends it to the host for
     a larger step. Without, the host plans every step.
 
+    Without slots every step that the streamer of `stream_through` takes passes through a buffer,
+    and such steps may be captured at any size; others are the CPU's.
+
     Args:
         host: name -> ``[E, ...]``, every expert.
         device: Where the slots are.
         allocate: Gives the tensors of that many slots, name -> ``[S, ...]``.
         resident: Gives the lane that computes from such tensors.
         cpu: The lane over host memory, which computes every expert when there are no slots.
-        num_slots: 0 for no slots.
+        num_slots: 0 for no slots, until `resize`.
         policy: Which expert leaves a slot first, a name of `routing.POLICIES`.
         capture: Gives what decides on the device, over such tensors and the lane over them; None
             for a device where the host plans.
@@ -73,8 +76,9 @@ class OffloadedLayer:
         self._slots: _Slots | None = None
         self._is_in_graph = False
         self._streamed: StreamedLayer | None = None
-        # Rows of streamed steps; on the device where only it knows which of them are tokens.
-        self._streamed_tokens: int | torch.Tensor = 0
+        # Of streamed steps, counted by the device, since a graph replays them: how many, their
+        # tokens, the experts copied.
+        self._passed = torch.zeros(3, dtype=torch.int64)
         if num_slots:
             self.resize(num_slots)
 
@@ -111,8 +115,15 @@ class OffloadedLayer:
     @property
     def counters(self) -> Counters:
         """A copy of what has been counted; waits for the device."""
+        steps, tokens, copied = self._passed.tolist()
         counted = replace(self._counted)
-        counted.tokens += int(self._streamed_tokens)
+        counted += Counters(
+            steps=steps,
+            waves=steps,
+            streamed=steps,
+            tokens=tokens,
+            bytes_streamed=copied * self.layout.nbytes,
+        )
         if self._slots is not None and self._slots.kept is not None:
             kept = self._slots.kept.count()
             counted.kept += kept
@@ -124,7 +135,7 @@ class OffloadedLayer:
     def reset_counters(self) -> None:
         """Start to count anew."""
         self._counted = Counters()
-        self._streamed_tokens = 0
+        self._passed.zero_()
         if self._slots is not None and self._slots.kept is not None:
             self._slots.kept.reset()
         if (on_device := self._on_device()) is not None:
@@ -144,6 +155,10 @@ class OffloadedLayer:
         self._streamed = streamer.add(self._host, buffer, lane, self._cpu, self._in_slots)
         if self._slots is not None:
             self._slots.kept = self._make_kept(self._slots)
+        # An ordinary tensor: it is written to in and out of inference mode.
+        with torch.inference_mode(False):
+            device = next(iter(buffer.values())).device
+            self._passed = torch.zeros(3, dtype=torch.int64, device=device)
 
     def resize(self, num_slots: int) -> None:
         """Take `num_slots` empty slots instead of those there are; no step may be under way.
@@ -155,7 +170,8 @@ class OffloadedLayer:
             self._residency = Residency(self.num_experts, num_slots, self._policy)
         if self.captured is not None:
             self.captured.step.read_into(self._residency)
-        self._counted, self._streamed_tokens = self.counters, 0
+        self._counted = self.counters
+        self._passed.zero_()
         # Freed before the new slots are allocated: if that fails none is left, and a step says so.
         self._slots = None
         self._residency.resize(num_slots)
@@ -197,11 +213,11 @@ class OffloadedLayer:
 
     def _empty(self) -> None:
         """No slot holds an expert, as the host's state says from now on."""
+        self._leave_stream()
         slots = self._slots
         if self._residency is None or slots is None:
             return
         self._residency.invalidate()
-        self._leave_stream()
         slots.is_filled = False
         if slots.captured is not None:
             if self.num_slots == self.num_experts:
@@ -230,6 +246,8 @@ class OffloadedLayer:
             self._is_in_graph = True
         if self.captured is not None and self.num_slots == self.num_experts:
             return self.captured.forward_all(x, weights, routed, padding)
+        if self._residency is None and self._streamed is not None and self._streamed.takes(len(x)):
+            return self._through_buffer(self._streamed, x, weights, routed, routed, padding, None)
         ids = with_padding(routed, padding, self.num_experts)
         if self._residency is None:
             if self._asking is not None and len(x) <= MAX_CAPTURED:
@@ -298,19 +316,16 @@ class OffloadedLayer:
                 self._slots.kept.keep(ids, requests, in_buffer)
 
         done = streamed.output(x, weights, routed, ids, keep)
-        self._streamed_tokens += len(x) if padding is None else (~padding).sum()
-        self._counted += Counters(
-            steps=1,
-            waves=1,
-            streamed=1,
-            bytes_streamed=done.copied * self.layout.nbytes,
-            cpu_experts=done.computed,
-        )
+        tokens = len(x) if padding is None else (~padding).sum()
+        for counted, more in zip(self._passed, (1, tokens, done.copied), strict=True):
+            counted += more
+        self._counted.cpu_experts += done.computed
         return done.out.to(x.dtype)
 
     def _in_slots(self) -> InSlots:
         """What is in slots now, for the streamer."""
-        assert self._residency is not None
+        if self._residency is None:
+            return InSlots({}, torch.full((self.num_experts,), -1, dtype=torch.int32))
         assert self._slots is not None
         if self.captured is not None:
             slot_of = self.captured.step.slot_of

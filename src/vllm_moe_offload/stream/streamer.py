@@ -11,6 +11,11 @@ computation of layer l is. Two marks order the streams at each buffer: `free`, b
 reader, which the next copies wait for, and `full`, behind the copies, which the next reader waits
 for.
 
+Layers without slots may be captured, in one graph or each in its own. A mark means something only
+within the capture it was recorded in, or outside of all: so a step records `free` anew when it
+begins, behind everything before it, a replay of a graph included, and it ends with all of its
+copies waited for.
+
 With a CPU lane the copies of a layer are enqueued in two parts: a first one before it is known what
 the layer is routed to, and the rest when it is, less the experts with few rows: the CPU computes
 them meanwhile, and a map keeps the kernel from them.
@@ -110,6 +115,8 @@ class LayerStreamer:
         copies: Makes the copies from host memory.
         threshold: The most rows of a step that is not streamed; None: no step is.
         tail: The CPU's part; None: every expert that is in no slot is copied.
+        is_alone: Whether the layer that is computed now is captured into a graph that no other
+            layer's is in for certain: it is then a step by itself.
     """
 
     def __init__(
@@ -117,10 +124,12 @@ class LayerStreamer:
         copies: CopyStream,
         threshold: int | None = None,
         tail: CpuTail | None = None,
+        is_alone: Callable[[], bool] = lambda: False,
     ) -> None:
         self.threshold = threshold
         self.tail = tail
         self._copies = copies
+        self._is_alone = is_alone
         self._layers: list[StreamedLayer] = []
         self._buffers = (
             _Buffer(copies.mark(), copies.mark()),
@@ -156,15 +165,22 @@ class LayerStreamer:
     def begin(self, first: int = 0) -> None:
         """A step will go on with the layer of this number: its copies start now.
 
-        Waits for the device, to read which experts are in slots.
+        Waits for the device where it has to be read which experts are in slots.
         """
         self._slot_of = self._read_tables()
+        for buffer in self._buffers:
+            buffer.free.record()
         self._next = first
         self._start(first)
 
     def end(self) -> None:
-        """The step is over, or slots change: what has been copied for later layers is not used."""
-        self._next = None
+        """The step is over, or slots change: what has been copied for later layers is not used.
+
+        These copies come before what is enqueued next, which may be a graph that fills the buffers.
+        """
+        if self._next is not None:
+            self._next = None
+            self._copies.join()
 
     def output(
         self,
@@ -180,8 +196,10 @@ class LayerStreamer:
         x: [T, H]; topk_weights: float32 [T, K]; routed: int32 [T, K] in 0..E-1, rows of padding
         too; topk_ids: the same with E for these; keep: may copy from the buffer to the slots.
         """
-        if self._next != layer.number:
+        is_alone = self._is_alone()
+        if is_alone or self._next != layer.number:
             self.begin(layer.number)
+        following = None if is_alone or layer.number + 1 == self.num_layers else layer.number + 1
         # Set again at the end: after an error the step does not go on.
         self._next = None
         buffer, tail = self._buffers[layer.number % 2], self.tail
@@ -193,7 +211,8 @@ class LayerStreamer:
             rest, on_cpu = tail.choose(step, rest, len(slot_of), len(ahead))
         if len(rest):
             self._copy(layer, rest)
-        self._start(layer.number + 1)
+        if following is not None:
+            self._start(following)
         expert_map = None
         if len(on_cpu):
             others = np.setdiff1d(np.arange(len(slot_of)), on_cpu)
@@ -208,14 +227,13 @@ class LayerStreamer:
             buffer.free.record()
         if tail is not None and len(on_cpu):
             out = tail.add(out, layer.cpu, step, _map_of(on_cpu, len(slot_of)))
-        self._next = layer.number + 1
+        self._next = following
         return Streamed(out, len(ahead) + len(rest), len(on_cpu))
 
     def _start(self, number: int) -> None:
-        """Enqueue the first copies of this layer, if there is one: all without a CPU lane."""
-        if number < len(self._layers):
-            ahead, _ = self._parts(self._slot_of[number])
-            self._copy(self._layers[number], ahead)
+        """Enqueue the first copies of this layer: all without a CPU lane."""
+        ahead, _ = self._parts(self._slot_of[number])
+        self._copy(self._layers[number], ahead)
 
     def _parts(self, slot_of: npt.NDArray[np.int32]) -> tuple[Experts, Experts]:
         """The experts that are in no slot: those copied ahead of the routing, and the rest."""
