@@ -23,6 +23,9 @@ def main() -> None:
     parser.add_argument("--batches", type=runner.numbers, default=[1, 8, 32])
     parser.add_argument("--routing", type=runner.routings, default=["uniform", "local"])
     parser.add_argument("--tokens", type=runner.numbers, default=[], help="prefills, if any")
+    parser.add_argument(
+        "--chunk", type=runner.number, default=8192, help="tokens of a step, at most"
+    )
     options = parser.parse_args()
     cells = [Cell(r, batch=b) for r in options.routing for b in options.batches]
     cells += [Cell(options.routing[0], tokens=t) for t in options.tokens]

@@ -58,10 +58,21 @@ def decode_ms(
 
 
 def prefill_ms(
-    shape: Shape, *, tokens: int, slots: int, both_gb_per_s: float, gpu_ms: float | None = None
+    shape: Shape,
+    *,
+    tokens: int,
+    chunk: int,
+    slots: int,
+    both_gb_per_s: float,
+    gpu_ms: float | None = None,
 ) -> float:
-    """The least time to prefill `tokens`: the GPU's own time, or that of what it lacks."""
-    needed = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)
-    missed = max(0.0, needed - slots)
+    """The least time to prefill `tokens` in steps of up to `chunk`: the GPU's own time, or that of
+    what it lacks, in every step anew.
+    """
+    missed = 0.0
+    for start in range(0, tokens, chunk):
+        rows = min(chunk, tokens - start)
+        needed = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** rows)
+        missed += max(0.0, needed - slots)
     moved = 1e3 * missed * shape.layers * shape.expert_bytes / (both_gb_per_s * GB)
     return max(gpu_ms or 0.0, moved)

@@ -17,14 +17,14 @@ def run(bench: str, options: argparse.Namespace, cells: list[Cell]) -> None:
     with runner.session(bench, options) as session:
         session.measure_rates()
         session.prepare(len(options.contestants))
-        session.compete(options.contestants, cells, _engine(cells, options.eager))
+        session.compete(options.contestants, cells, _engine(cells, options.chunk, options.eager))
         for cell in cells:
-            session.floor(cell, _floor(session, cell))
+            session.floor(cell, _floor(session, cell, options.chunk))
     for metric in dict.fromkeys(cell.metric for cell in cells):
         print(report.table(session.rows, metric))
 
 
-def _engine(cells: list[Cell], eager: bool) -> dict[str, Any]:
+def _engine(cells: list[Cell], chunk: int, eager: bool) -> dict[str, Any]:
     """Arguments of an engine that holds the largest batch and the longest prompt."""
     batches = sorted({cell.batch for cell in cells if cell.batch is not None})
     tokens = max((cell.tokens for cell in cells if cell.tokens is not None), default=0)
@@ -33,13 +33,13 @@ def _engine(cells: list[Cell], eager: bool) -> dict[str, Any]:
         "max_model_len": max(512 if batches else 0, tokens + _REST),
         "max_num_seqs": most,
         "max_num_batched_tokens": max(
-            1024 if batches else 0, PROMPT * most, tokens + _REST if tokens else 0
+            1024 if batches else 0, PROMPT * most, min(tokens, chunk) if tokens else 0
         ),
     }
     return engine if eager else engine | {"cudagraph_capture_sizes": batches or [1]}
 
 
-def _floor(session: Session, cell: Cell) -> float | str:
+def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
     both = session.value("machine", "both_gb_per_s")
     if both is None:
         return "the rate of both lanes was not measured"
@@ -48,6 +48,7 @@ def _floor(session: Session, cell: Cell) -> float | str:
         return floors.prefill_ms(
             session.shape,
             tokens=cell.tokens,
+            chunk=chunk,
             slots=session.slots,
             both_gb_per_s=both,
             gpu_ms=gpu_ms,

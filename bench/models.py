@@ -133,6 +133,18 @@ def write_config(name: str, layers: int | None, format: str, folder: Path) -> Pa
     return folder
 
 
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of as many words as the config.json there has, for a server to start."""
+    import tokenizers
+    import transformers
+
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    words = tokenizers.models.WordLevel({f"w{i} ": i for i in range(size)}, unk_token="w0 ")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), unk_token="w0 ", eos_token="w1 "
+    ).save_pretrained(folder)
+
+
 def write_checkpoint(name: str, layers: int, folder: Path, *, seed: int = 0) -> Path:
     """Write a bf16 checkpoint of random weights with that config; returns `folder`.
 

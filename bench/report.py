@@ -27,6 +27,10 @@ A dash is a figure that was not reached, and why stands below.
 TITLES = {
     "step_ms": "Decode, ms a step",
     "ttft_ms": "Prefill, ms to the first token",
+    "chunk_ms": "A chunk of a prefill by itself, ms",
+    "itl_p50_ms": "Between two tokens of a served request, ms, median",
+    "itl_p99_ms": "Between two tokens of a served request, ms, 99th percentile",
+    "itl_p99_chunks": "Between two tokens of a served request, chunk times, 99th percentile",
     "load_s": "Loading, s",
     "step_us": "What a step decides, us a layer",
     "doorbell_us": "Asking the CPU for nothing that takes time, us a layer",

@@ -96,6 +96,14 @@ def numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def number(text: str) -> int:
+    """One number from 1 up."""
+    found = numbers(text)
+    if len(found) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give one number from 1 up")
+    return found[0]
+
+
 def routings(text: str) -> list[str]:
     """``uniform,local`` as a list; ``model`` is the model's own."""
     return _known(text, (*SIMULATED, "model"))
@@ -219,6 +227,17 @@ class Session:
         self._numbered = 0
         self._waiting: list[list[Process]] = [[] for _ in range(options.gpus)]
 
+    @property
+    def seconds_left(self) -> float:
+        """Until the run's deadline."""
+        return max(self._ends - time.monotonic(), 0.0)
+
+    @property
+    def vocabulary(self) -> int:
+        """The model's."""
+        config = json.loads((self.model / "config.json").read_text())
+        return int(config["vocab_size"])
+
     def common(self) -> dict[str, Any]:
         """Keys that all rows of this session share."""
         named = self.options.model in models.MODELS
@@ -295,7 +314,7 @@ class Session:
             "repeats": self.options.repeats if self.run.bench == "load" else 1,
             "ours": contestant.name in OURS,
             "stock_offload": contestant.name in ("vllm-uva", "vllm-prefetch"),
-            "engine": self._engine() | engine | contestant.engine,
+            "engine": self.engine() | engine | contestant.engine,
             "cells": [cell.keys() for cell in cells],
             "routing": cells[0].routing if cells[0].routing in SIMULATED else None,
             "seconds": self.options.seconds,
@@ -377,7 +396,8 @@ class Session:
         share = max(len(allowed) // self.options.gpus, 1)
         return set(allowed[gpu * share : (gpu + 1) * share]) or set(allowed)
 
-    def _engine(self) -> dict[str, Any]:
+    def engine(self) -> dict[str, Any]:
+        """Arguments of ``vllm.LLM`` that all contestants have in common."""
         return {
             "model": str(self.model),
             "dtype": self.options.dtype,

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from bench import decode, load, prefill, runner
+from bench import decode, load, prefill, runner, serve
 
-BENCHES = {"decode": decode, "prefill": prefill, "load": load}
+BENCHES = {"decode": decode, "prefill": prefill, "load": load, "serve": serve}
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,11 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("load", "--gpus 2", "--gpus: loads are timed one after another"),
         ("decode prefill", "--routing foo", "--routing: foo: not among uniform, local, model"),
         ("decode prefill", "--routing ,", "--routing: ',': not among uniform, local, model"),
+        ("decode prefill serve", "--chunk 0", "--chunk: '0': give numbers from 1 up"),
+        ("decode prefill serve", "--chunk 8,9", "--chunk: '8,9': give one number from 1 up"),
+        ("serve", "--chunk 8", "--chunk 8: give more than --decodes, 8"),
+        ("serve", "--routing local,uniform", "--routing: a server has one: give one"),
+        ("serve", "--gpus 2", "--gpus: servers are measured one after another"),
         ("decode", "--batches 1,0", "--batches: '1,0': give numbers from 1 up"),
         ("decode prefill", "--tokens x", "--tokens: 'x': give numbers from 1 up"),
     ],

@@ -120,10 +120,13 @@ def test_the_floor_of_a_step_is_the_missed_bytes_at_both_rates_and_the_gpus_othe
 
 def test_the_floor_of_a_prefill_is_the_longer_of_gpu_and_copies() -> None:
     moved = 102 * 24 * 9437184 / 1e11 * 1e3
-    few = floors.prefill_ms(QWEN, tokens=4096, slots=26, both_gb_per_s=100, gpu_ms=40)
+    few = floors.prefill_ms(QWEN, tokens=4096, chunk=8192, slots=26, both_gb_per_s=100, gpu_ms=40)
     assert few == pytest.approx(moved, rel=1e-6)
-    assert floors.prefill_ms(QWEN, tokens=4096, slots=26, both_gb_per_s=100, gpu_ms=900) == 900
-    assert floors.prefill_ms(QWEN, tokens=4096, slots=128, both_gb_per_s=100) == 0
+    rates = dict(both_gb_per_s=100)
+    assert floors.prefill_ms(QWEN, tokens=4096, chunk=8192, slots=26, gpu_ms=900, **rates) == 900
+    assert floors.prefill_ms(QWEN, tokens=4096, chunk=8192, slots=128, **rates) == 0
+    chunked = floors.prefill_ms(QWEN, tokens=32768, chunk=8192, slots=26, gpu_ms=40, **rates)
+    assert chunked == pytest.approx(4 * moved, rel=1e-6), "every chunk copies anew"
 
 
 def test_what_a_step_misses_follows_from_routing_and_slots() -> None:

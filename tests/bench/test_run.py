@@ -87,6 +87,26 @@ def test_prefill(model: Path, tmp_path: Path) -> None:
     assert len(times) == 4 and all(times)
 
 
+def test_serve(tmp_path: Path) -> None:
+    demo = ROOT / "models" / "demo-moe"
+    load = ("--decodes", "2", "--tokens", "400", "--chunk", "64", "--room", "1000")
+    options = ("--contestants", "cache", "--seconds", "0.5")
+    rows, printed = bench("serve", demo, tmp_path, *options, *load)
+    ours = {
+        (row["metric"], row["batch"], row["tokens"]): row
+        for row in rows
+        if row["contestant"] == "cache"
+    }
+    assert all(row["value"] and row["repeats"] == 5 for row in ours.values()), ours
+    chunk = ours["chunk_ms", None, 400]["value"]
+    assert chunk == pytest.approx(ours["ttft_ms", None, 400]["value"] / 7)
+    assert ours["ttft_ms", 2, 400]["value"] > chunk
+    # Beside a chunk a token takes longer than without.
+    assert ours["itl_p50_ms", 2, 400]["value"] > ours["itl_p50_ms", 2, None]["value"]
+    assert ours["itl_p99_ms", 2, 400]["value"] >= ours["itl_p50_ms", 2, 400]["value"]
+    assert "chunk times, 99th percentile" in printed
+
+
 def test_load(model: Path, tmp_path: Path) -> None:
     rows, _ = bench("load", model, tmp_path, "--contestants", "cache,hybrid")
     assert all(values(rows, contestant="cache", metric="load_s"))

@@ -100,6 +100,7 @@ def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
                 for layer in done["layers"].values():
                     assert layer["steps"] - layer["streamed"] >= 0
                     assert (layer["streamed"] > 0) == streams
+                    assert (layer["kept"] > 0) == streams
                     assert (layer["misses"] > 0) == (streams and threshold > 0)
                 assert done["stream_threshold"] == threshold
 
