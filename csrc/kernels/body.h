@@ -16,6 +16,28 @@ constexpr int64_t kCacheLine = 64;
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Adds to the sums the products of `left` columns from k on, at most a step.
+template <class W, int kRows, int kTokens>
+[[gnu::always_inline]] inline void multiply_step(const typename W::Row* rows,
+                                                 const typename W::Operand* const* x, int64_t k,
+                                                 int64_t left, V::F (&sum)[kRows][kTokens]) {
+  if constexpr (requires { &W::template step<kRows, kTokens>; }) {
+    W::template step<kRows, kTokens>(rows, x, k, left, sum);
+  } else {
+    typename W::Weights w[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      w[r] = left == W::kStep ? W::load(rows[r], k) : W::load_tail(rows[r], k, left);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      const auto v = W::load_operand(x[t] + k);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) sum[r][t] = W::multiply_add(w[r], v, sum[r][t]);
+    }
+  }
+}
+
 // Dot products of `kRows` weight rows with `kTokens` operand rows over [0, k_end).
 // Every weight is loaded and converted once for all the tokens, every operand once for all the
 // rows; several sums in flight hide the latency of the multiply-add. With kPrefetch, the weights
@@ -47,42 +69,29 @@ inline void dot(const typename W::Row* rows, const typename W::Operand* const* x
     }
 #pragma GCC unroll 16
     for (int u = 0; u < kUnroll; ++u) {
-      typename W::Weights w[kRows];
-#pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) w[r] = W::load(rows[r], k + u * kStep);
-#pragma GCC unroll 8
-      for (int t = 0; t < kTokens; ++t) {
-        const auto v = W::load_operand(x[t] + k + u * kStep);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          sum[u % kSums][r][t] = W::multiply_add(w[r], v, sum[u % kSums][r][t]);
-        }
-      }
+      multiply_step<W, kRows, kTokens>(rows, x, k + u * kStep, kStep, sum[u % kSums]);
     }
   }
   for (; k < k_end; k += kStep) {
-    const int64_t left = min_of(kStep, k_end - k);
-    for (int r = 0; r < kRows; ++r) {
-      const auto w = left == kStep ? W::load(rows[r], k) : W::load_tail(rows[r], k, left);
-      for (int t = 0; t < kTokens; ++t) {
-        sum[0][r][t] = W::multiply_add(w, W::load_operand(x[t] + k), sum[0][r][t]);
-      }
-    }
+    multiply_step<W, kRows, kTokens>(rows, x, k, min_of(kStep, k_end - k), sum[0]);
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int t = 0; t < kTokens; ++t) {
-      for (int u = 1; u < kSums; ++u) sum[0][r][t] = V::add(sum[0][r][t], sum[u][r][t]);
-      out[t * out_stride + r] = V::sum(sum[0][r][t]);
-    }
+  for (int u = 1; u < kSums; ++u)
+    for (int r = 0; r < kRows; ++r)
+      for (int t = 0; t < kTokens; ++t) sum[0][r][t] = V::add(sum[0][r][t], sum[u][r][t]);
+  for (int t = 0; t < kTokens; ++t) {
+    V::F column[kRows];
+    for (int r = 0; r < kRows; ++r) column[r] = sum[0][r][t];
+    V::sums(column, out + t * out_stride);
   }
 }
 
 // `rows` weight rows from `first`, `step` apart, times `tokens` operand rows: out[t][r], with
 // kRowBlock between tokens.
 //
-// Up to kStreamTokens tokens, memory is the limit: one row at a time is one sequential stream, the
-// pattern that hardware prefetchers follow best (four rows in step, a page apart, read at half the
-// speed on Zen 4). Above, a few rows stay in L1 while all the tokens pass over them.
+// Up to kStreamTokens tokens, W::kStreamRows rows at a time. Where memory is the limit even then,
+// that is one, a single sequential stream: the pattern that hardware prefetchers follow best (four
+// rows in step, a page apart, read at half the speed on Zen 4). Above, W::kRows rows stay in L1
+// while all the tokens pass over them.
 template <class W>
 struct Product {
   const moe::Matrix& matrix;
@@ -95,10 +104,9 @@ struct Product {
   void operator()(int64_t first, int64_t step, int64_t rows, float* out) const {
     int64_t r = 0;
     if (tokens > kStreamTokens) {
-      const int64_t ahead = ahead_bytes(W::kRows * step);
-      for (; r + W::kRows <= rows; r += W::kRows) {
-        over_tokens<W::kRows>(first + r * step, step, ahead, out + r);
-      }
+      r = in_step<W::kRows>(first, step, rows, out);
+    } else if constexpr (W::kStreamRows > 1) {
+      r = in_step<W::kStreamRows>(first, step, rows, out);
     }
     const int64_t ahead = ahead_bytes(step);
     for (; r < rows; ++r) over_tokens<1>(first + r * step, step, ahead, out + r);
@@ -115,12 +123,24 @@ struct Product {
     return (kAheadBytes + bytes - 1) / bytes * bytes;
   }
 
+  // As many of the rows as are whole blocks of kRows; returns their number.
+  template <int kRows>
+  int64_t in_step(int64_t first, int64_t step, int64_t rows, float* out) const {
+    const int64_t ahead = ahead_bytes(kRows * step);
+    int64_t r = 0;
+    for (; r + kRows <= rows; r += kRows) {
+      over_tokens<kRows>(first + r * step, step, ahead, out + r);
+    }
+    return r;
+  }
+
   template <int kRows>
   void over_tokens(int64_t first, int64_t step, int64_t ahead, float* out) const {
     typename W::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = W::row(matrix, expert, first + r * step, k_begin);
     int64_t t = 0;
     if constexpr (kRows > 1) {
+      if (tokens < 4) return rest<kRows, true>(row, 0, ahead, out);
       dot<W, kRows, 4, true>(row, x, k_count, ahead, out, kRowBlock);
       for (t = 4; t + 4 <= tokens; t += 4) {
         dot<W, kRows, 4, false>(row, x + t, k_count, 0, out + t * kRowBlock, kRowBlock);
@@ -137,12 +157,14 @@ struct Product {
   // The last one to three tokens.
   template <int kRows, bool kPrefetch>
   void rest(const typename W::Row* row, int64_t t, int64_t ahead, float* out) const {
-    if (t + 2 <= tokens) {
-      dot<W, kRows, 2, kPrefetch>(row, x + t, k_count, ahead, out + t * kRowBlock, kRowBlock);
-      t += 2;
-    }
-    if (t < tokens) {
-      dot<W, kRows, 1, kPrefetch>(row, x + t, k_count, ahead, out + t * kRowBlock, kRowBlock);
+    float* to = out + t * kRowBlock;
+    switch (tokens - t) {
+      case 3:
+        return dot<W, kRows, 3, kPrefetch>(row, x + t, k_count, ahead, to, kRowBlock);
+      case 2:
+        return dot<W, kRows, 2, kPrefetch>(row, x + t, k_count, ahead, to, kRowBlock);
+      case 1:
+        return dot<W, kRows, 1, kPrefetch>(row, x + t, k_count, ahead, to, kRowBlock);
     }
   }
 };

@@ -1,5 +1,5 @@
-// The formats of nibbles.h as rows of tiles: a table of the 16 scaled values, rounded to bf16 once
-// for all the columns that share a scale, and for each 32 columns a broadcast, a shift and a
+// The formats of nibble_rows.h as rows of tiles: a table of the 16 scaled values, rounded to bf16
+// once for all the columns that share a scale, and for each 32 columns a broadcast, a shift and a
 // permutation. So unpacking costs a quarter of what it does through floats.
 //
 // A broadcast gives each 128-bit lane the 8 words of 32 columns, the shift a nibble of each word to
@@ -7,7 +7,7 @@
 #pragma once
 
 #include "kernels/amx/tiles.h"
-#include "kernels/formats/nibbles.h"
+#include "kernels/formats/nibble_floats.h"
 
 namespace {
 
@@ -21,13 +21,6 @@ struct NibbleColumns {
   }
 };
 
-inline __m512 integers() {
-  return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
-inline __m512 e2m1_values() {
-  return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f,
-                        -2.0f, -3.0f, -4.0f, -6.0f);
-}
 inline __m256i scaled(__m512 values, float scale) {
   return (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(values, V::set(scale)));
 }
@@ -36,9 +29,8 @@ inline __m256i scaled(__m512 values, float scale) {
 // it.
 template <class F>
 struct NibbleTiles : F, NibbleColumns {
-  // Below, the shared body's products of pairs (see strided_pairs.h): they take 8 instructions for
-  // each token and 128 columns, these about 40 for up to 16 tokens.
-  static constexpr int64_t kPackedTokens = 4;
+  // Below, nibble_floats.h in passes of four tokens, 50 instructions each for 128 columns of a row.
+  static constexpr int64_t kPackedTokens = 8;
 
   static void unpack(const NibbleRow& row, int64_t columns, std::byte* to) {
     const __m512i shifts =
@@ -58,36 +50,33 @@ struct NibbleTiles : F, NibbleColumns {
 };
 
 // One table for all 32 columns: twice, so that what is above a nibble need not be masked.
-struct OneTable {
+struct OneTileTable {
   static __m512i codes(__m512i nibbles) { return nibbles; }
   static __m512i twice(__m256i table) { return _mm512_broadcast_i64x4(table); }
 };
 
-struct Int4Tiles : Int4<moe::Bf16>, OneTable {
+struct Int4Tiles : Int4Rows<moe::Bf16>, OneTileTable {
   static int64_t table_columns(const NibbleRow& row) { return int64_t{1} << row.shift; }
   static __m512i table(const NibbleRow& row, int64_t k, int64_t) {
     const int64_t group = k >> row.shift;
-    const int zero =
-        row.zero == nullptr ? 8 : static_cast<int>(row.zero[group]) >> row.zero_bits & 0xf;
-    const float scale = V::to_float(reinterpret_cast<const moe::Bf16*>(row.scale)[group]);
-    return twice(scaled(V::sub(integers(), V::set(static_cast<float>(zero))), scale));
+    const V::F values = V::sub(V::load(kIntegers), V::set(kIntegers[zero(row, group)]));
+    return twice(scaled(values, scale(row, group)));
   }
 };
 
-struct Mxfp4Tiles : Mxfp4, OneTable {
+struct Mxfp4Tiles : Mxfp4Rows, OneTileTable {
   static int64_t table_columns(const NibbleRow&) { return kTileColumns; }
   static __m512i table(const NibbleRow& row, int64_t k, int64_t) {
-    const auto exponent = static_cast<uint32_t>(row.scale[k >> 5]);
-    return twice(scaled(e2m1_values(), V::from_bits(exponent << 23)));
+    return twice(scaled(V::e2m1_values(), scale(row, k)));
   }
 };
 
 // A table for either 16 columns: the second for words 4 to 7 of each lane.
-struct Nvfp4Tiles : Nvfp4 {
+struct Nvfp4Tiles : Nvfp4Rows {
   static int64_t table_columns(const NibbleRow&) { return kTileColumns; }
   static __m512i table(const NibbleRow& row, int64_t k, int64_t left) {
-    const __m256i first = scaled(e2m1_values(), scale(row, k));
-    const __m256i second = scaled(e2m1_values(), left > 16 ? scale(row, k + 16) : 0.0f);
+    const __m256i first = scaled(V::e2m1_values(), scale(row, k));
+    const __m256i second = scaled(V::e2m1_values(), left > 16 ? scale(row, k + 16) : 0.0f);
     return _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
   }
   static __m512i codes(__m512i nibbles) {

@@ -1,7 +1,7 @@
 #include "kernels/avx512/vec.h"
 // vec.h comes first: the others are written over its V.
 #include "kernels/activation.h"
-#include "kernels/formats/nibble_pairs.h"
+#include "kernels/formats/nibble_floats.h"
 // After the formats.
 #include "kernels/amx/body.h"
 #include "kernels/amx/nibble_weights.h"
@@ -10,19 +10,19 @@ namespace moe::amx {
 
 namespace {
 
-template <class Pairs, class Tiles>
-constexpr const Kernels& kNibbles = kTileKernels<Pairs, NibbleTiles<Tiles>>;
+template <class Table, class Tiles>
+constexpr const Kernels& kNibbles = kTileKernels<NibbleFloats<Table>, NibbleTiles<Tiles>>;
 
 }  // namespace
 
 const Kernels* nibbles(Format format, Dtype) {
   switch (format) {
     case Format::kInt4:
-      return &kNibbles<Int4Pairs, Int4Tiles>;
+      return &kNibbles<Int4Table<Bf16>, Int4Tiles>;
     case Format::kMxfp4:
-      return &kNibbles<Mxfp4Pairs, Mxfp4Tiles>;
+      return &kNibbles<Mxfp4Table, Mxfp4Tiles>;
     case Format::kNvfp4:
-      return &kNibbles<Nvfp4Pairs, Nvfp4Tiles>;
+      return &kNibbles<Nvfp4Table, Nvfp4Tiles>;
     default:
       return nullptr;
   }

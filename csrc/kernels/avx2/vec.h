@@ -12,6 +12,7 @@ struct V {
   static constexpr int kWidth = 8;
   // Two weight rows by four tokens are 8 accumulators; with the operands they fit 16 registers.
   static constexpr int kRows = 2;
+  static constexpr int kStreamRows = 1;  // of quantised weights
 
   static F zero() { return _mm256_setzero_ps(); }
   static F set(float value) { return _mm256_set1_ps(value); }
@@ -35,6 +36,10 @@ struct V {
   static F abs(F a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
   static F select_negative(F sign, F negative, F positive) {
     return _mm256_blendv_ps(positive, negative, sign);
+  }
+  template <int kRows>
+  static void sums(const F (&rows)[kRows], float* to) {
+    for (int r = 0; r < kRows; ++r) to[r] = sum(rows[r]);
   }
   static float sum(F a) {
     __m128 v = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

@@ -12,6 +12,7 @@ struct V {
   static constexpr int kWidth = 16;
   // Four weight rows by four tokens are 16 accumulators of 32 registers.
   static constexpr int kRows = 4;
+  static constexpr int kStreamRows = 4;  // of quantised weights
 
   static F zero() { return _mm512_setzero_ps(); }
   static F set(float value) { return _mm512_set1_ps(value); }
@@ -42,6 +43,21 @@ struct V {
                                 negative);
   }
   static float sum(F a) { return _mm512_reduce_add_ps(a); }
+  // Four at once take half the instructions.
+  template <int kRows>
+  static void sums(const F (&rows)[kRows], float* to) {
+    if constexpr (kRows == 4) {
+      const F ab = add(_mm512_unpacklo_ps(rows[0], rows[1]), _mm512_unpackhi_ps(rows[0], rows[1]));
+      const F cd = add(_mm512_unpacklo_ps(rows[2], rows[3]), _mm512_unpackhi_ps(rows[2], rows[3]));
+      const F lanes = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+      const __m256 halves =
+          _mm256_add_ps(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));
+      _mm_storeu_ps(to,
+                    _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+    } else {
+      for (int r = 0; r < kRows; ++r) to[r] = sum(rows[r]);
+    }
+  }
 
   // Cephes' expf, see avx2/vec.h.
   static F exp(F a) {
@@ -125,23 +141,9 @@ struct V {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from))),
             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)))};
   }
-  static Pair load_uint4(const uint8_t* p) {
-    const __m512i bytes = load_bytes(p);
-    return {_mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(0xf))),
-            _mm512_cvtepi32_ps(_mm512_srli_epi32(bytes, 4))};
-  }
-  static Pair load_e2m1(const uint8_t* p) {
-    // The permutation reads the low four bits of each lane only.
-    const __m512i bytes = load_bytes(p);
-    const F values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
-                                    -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
-    return {_mm512_permutexvar_ps(bytes, values),
-            _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values)};
-  }
-
- private:
-  static __m512i load_bytes(const uint8_t* p) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  static F e2m1_values() {
+    return _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f,
+                          -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
   }
 };
 

@@ -12,6 +12,7 @@ struct Bf16Pairs {
   static constexpr int64_t kStep = 32;
   static constexpr int64_t kStepBytes = 64;
   static constexpr int kRows = 4;
+  static constexpr int kStreamRows = 1;
   static constexpr int kChains = 8;
   static void arrange(moe::Bf16*) {}
   static int64_t position(int64_t k) { return k; }

@@ -22,11 +22,13 @@ inline const std::byte* scale_row(const moe::Matrix& m, int64_t expert, int64_t 
 }
 
 // Weights loaded as one vector of floats, by float operands in their natural order. kRows: weight
-// rows that pass over four tokens together, as many as the registers hold. kChains: sums in flight
+// rows that pass over four tokens together, as many as the registers hold. kStreamRows: rows in
+// step where the tokens are few (see Product). kChains: sums in flight
 // that hide the latency of multiply_add. arrange: puts kStep operands in the order of the weights,
 // where operand k of a row is at position(k).
 struct FloatMath {
   static constexpr int kRows = V::kRows;
+  static constexpr int kStreamRows = 1;
   static constexpr int kChains = 8;
   using Operand = float;
   using Weights = V::F;
@@ -40,6 +42,7 @@ struct FloatMath {
 // Weights loaded as two vectors.
 struct PairMath {
   static constexpr int kRows = V::kRows;
+  static constexpr int kStreamRows = V::kStreamRows;
   static constexpr int kChains = 8;
   using Operand = float;
   using Weights = V::Pair;

@@ -1,7 +1,7 @@
-// The formats of nibbles.h by bf16 operands, see strided_pairs.h.
+// The formats of nibble_rows.h by bf16 operands, see strided_pairs.h.
 #pragma once
 
-#include "kernels/formats/nibbles.h"
+#include "kernels/formats/nibble_rows.h"
 #include "kernels/formats/strided_pairs.h"
 
 namespace {
@@ -48,9 +48,10 @@ constexpr Int4Tables kInt4Tables = int4_tables();
 constexpr int kZeroBias = 15;
 constexpr CodeTable kInt4ZerosTable = integer_table(-kZeroBias, 32);
 
-struct NibblePairs : StridedPairs<4> {
+// R gives rows.
+template <class R>
+struct NibblePairs : StridedPairs<4>, R {
   using Row = NibbleRow;
-  static const std::byte* address(const Row& row, int64_t k) { return Nibbles::address(row, k); }
 
  protected:
   static __m512i words(const Row& row, int64_t k) {
@@ -72,11 +73,7 @@ struct NibblePairs : StridedPairs<4> {
 };
 
 // Scales are of the activations' dtype, which is bf16 here.
-struct Int4Pairs : NibblePairs {
-  [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
-                                        int64_t k) {
-    return Int4<moe::Bf16>::row(m, expert, index, k);
-  }
+struct Int4Pairs : NibblePairs<Int4Rows<moe::Bf16>> {
   [[gnu::always_inline]] static Weights load(const Row& row, int64_t k) {
     return decode(row, words(row, k), k, kStep);
   }
@@ -97,8 +94,7 @@ struct Int4Pairs : NibblePairs {
         (__m512)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, each, _mm512_castsi128_si512(codes));
     if (row.zero == nullptr) return NibblePairs::decode(kInt4Tables.of_zero[8], words, scale);
     if (int64_t{1} << row.shift >= kStep) {
-      const int zero = static_cast<int>(row.zero[group]) >> row.zero_bits & 0xf;
-      return NibblePairs::decode(kInt4Tables.of_zero[zero], words, scale);
+      return NibblePairs::decode(kInt4Tables.of_zero[zero(row, group)], words, scale);
     }
     const __m128i bytes = _mm_cvtepu8_epi16(_mm_maskz_loadu_epi8(there, row.zero + group));
     const __m128i zeros =
@@ -119,11 +115,7 @@ struct Int4Pairs : NibblePairs {
   }
 };
 
-struct Mxfp4Pairs : NibblePairs {
-  [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
-                                        int64_t k) {
-    return Mxfp4::row(m, expert, index, k);
-  }
+struct Mxfp4Pairs : NibblePairs<Mxfp4Rows> {
   [[gnu::always_inline]] static Weights load(const Row& row, int64_t k) {
     int32_t exponents;
     __builtin_memcpy(&exponents, row.scale + (k >> 5), sizeof exponents);
@@ -145,11 +137,7 @@ struct Mxfp4Pairs : NibblePairs {
   }
 };
 
-struct Nvfp4Pairs : NibblePairs {
-  [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
-                                        int64_t k) {
-    return Nvfp4::row(m, expert, index, k);
-  }
+struct Nvfp4Pairs : NibblePairs<Nvfp4Rows> {
   [[gnu::always_inline]] static Weights load(const Row& row, int64_t k) {
     int64_t codes;
     __builtin_memcpy(&codes, row.scale + (k >> 4), sizeof codes);

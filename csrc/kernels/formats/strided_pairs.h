@@ -13,6 +13,7 @@ namespace {
 template <int kParts>
 struct StridedPairs {
   static constexpr int kRows = 2;
+  static constexpr int kStreamRows = 1;
   // Decoding takes longer than the one addition that sums wait for.
   static constexpr int kChains = 2;
   static constexpr int64_t kStep = 32 * kParts;

@@ -13,6 +13,7 @@ struct V {
   using F = float;
   static constexpr int kWidth = 1;
   static constexpr int kRows = 2;
+  static constexpr int kStreamRows = 1;  // of quantised weights
 
   static F zero() { return 0.0f; }
   static F set(float value) { return value; }
@@ -33,6 +34,10 @@ struct V {
     return sign < 0.0f ? negative : positive;
   }
   static F exp(F a) { return ::expf(a); }
+  template <int kRows>
+  static void sums(const F (&rows)[kRows], float* to) {
+    for (int r = 0; r < kRows; ++r) to[r] = sum(rows[r]);
+  }
   static float sum(F a) { return a; }
 
   static void store_scalar(float* p, float value) { *p = value; }
