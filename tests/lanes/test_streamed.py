@@ -16,7 +16,7 @@ from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
-from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
+from vllm_moe_offload.lanes import Counters, EngineLane, OffloadedLayer
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer, buffer_bytes
 
@@ -67,7 +67,8 @@ class Model:
                 policy=policy,
             )
             buffer = memory[number % 2].tensors(ExpertLayout.of(host), experts)
-            for tensor in (*buffer.values(), *layer._slots.cache.tensors.values()):
+            slots = layer._slots.cache.tensors if slots else {}
+            for tensor in (*buffer.values(), *slots.values()):
                 tensor.view(torch.uint8).fill_(0xFF)  # what was not copied shows
             layer.stream_through(self.streamer, buffer, lane(buffer))
             self.layers.append(layer)
@@ -210,6 +211,50 @@ def test_new_weights_and_new_slots_between_streamed_steps(engine: CpuExpertEngin
     model.layers[2].resize(4)
     for number in range(3):
         model.step(number, 20)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    experts=st.integers(3, 8),
+    layers=st.integers(1, 4),
+    format_=st.sampled_from([Format.FP32, Format.BF16, Format.FP8_CHANNEL]),
+    seed=st.integers(0, 2**31),
+)
+def test_without_slots_steps_of_every_size_are_streamed(
+    engine: CpuExpertEngine, experts: int, layers: int, format_: Format, seed: int
+) -> None:
+    model = Model(engine, [(experts + i % 2, 0) for i in range(layers)], format_, seed=seed)
+    model.streamer.threshold = 0
+    rows = [1 + int(model.rng.integers(2 * THRESHOLD)) for _ in range(4)]
+    for turn, count in enumerate(rows):
+        for number in range(layers):
+            model.step(number, count, padded=0.3 * (turn % 2))
+    for layer in model.layers:
+        done = layer.counters
+        assert (done.steps, done.streamed, done.waves) == (4, 4, 4)
+        assert done.bytes_streamed == 4 * layer.host_bytes
+        assert rows[0] + rows[2] <= done.tokens <= sum(rows)
+        assert (done.hits, done.misses, done.bytes_fetched, done.cpu_experts) == (0, 0, 0, 0)
+        assert layer.device_bytes == layer.num_slots == 0
+        layer.reset_counters()
+        assert layer.counters == Counters()
+
+
+def test_without_slots_new_weights_are_copied(engine: CpuExpertEngine) -> None:
+    model = Model(engine, [(6, 0)] * 3)
+    model.streamer.threshold = 0
+    for number in (0, 1):  # and the copies of the last one are under way
+        model.step(number, 2)
+    for tensor in model.hosts[2].values():
+        tensor.mul_(0.5)
+    model.layers[2].invalidate()
+    model.step(2, 2)
+
+
+def test_without_slots_a_step_that_is_not_streamed_is_the_cpus(engine: CpuExpertEngine) -> None:
+    model = Model(engine, [(6, 0)])
+    model.step(0, THRESHOLD)
+    assert model.layers[0].counters.cpu_experts > 0 == model.layers[0].counters.streamed
 
 
 def test_a_wrong_copy_is_noticed(engine: CpuExpertEngine) -> None:

@@ -109,7 +109,7 @@ class LateStreamer(LayerStreamer):
             self._machine.enqueue(lambda to=to, source=source: to.copy_(source))
 
     def _read_tables(self) -> Any:
-        if any(layer.in_slots().tensors for layer in self._layers):
+        if any((layer.in_slots().slot_of >= 0).any() for layer in self._layers):
             self._machine.finish()
         return super()._read_tables()
 
