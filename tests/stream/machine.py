@@ -88,6 +88,13 @@ class LateCopies:
         done.record()
         self._machine.current = COMPUTING
 
+    def join(self) -> None:
+        mark = self.mark()
+        self._machine.current = COPYING
+        mark.record()
+        self._machine.current = COMPUTING
+        mark.wait()
+
 
 class LateStreamer(LayerStreamer):
     """A streamer whose work on the computing stream is late too."""
