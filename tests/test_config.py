@@ -47,6 +47,16 @@ def test_settings_survive_the_way_to_the_workers() -> None:
     assert OffloadConfig.parse(cpu.settings()) == cpu
 
 
+def test_params_are_a_list_or_separated_by_commas() -> None:
+    listed = OffloadConfig.parse({"group_size": 2, "params": ["self_attn", "mlp.gate"]})
+    text = OffloadConfig.parse({"group_size": "2", "params": "self_attn, mlp.gate"})
+    assert listed == text
+    assert text.settings() == {"group_size": 2, "params": ["self_attn", "mlp.gate"]}
+    assert OffloadConfig.resolve(
+        {"moe_offload": listed.settings()}, {"VLLM_MOE_OFFLOAD_PARAMS": "self_attn,mlp.gate"}
+    ) == OffloadConfig.parse(listed.settings())
+
+
 def test_the_helper_for_llm_builds_the_same() -> None:
     assert moe_offload_args(slots_per_layer=4) == {
         "additional_config": {"moe_offload": {"slots_per_layer": 4}}
@@ -88,6 +98,16 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"mode": "cpu", "slots_per_layer": 4}, r"mode='cpu' fetches nothing.*slots_per_layer"),
         ({"mode": "cpu", "gpu_memory_gib": "auto"}, r"mode='cpu' fetches nothing"),
         ({"mode": "cpu", "policy": "lru"}, r"mode='cpu' has no slots"),
+        ({"num_in_group": 2}, r"without group_size nothing is prefetched, so num_in_group"),
+        ({"params": ["mlp"]}, r"without group_size nothing is prefetched, so params"),
+        ({"group_size": 0}, r"group_size=0: give at least 1"),
+        ({"group_size": 2, "num_in_group": 0}, r"num_in_group=0: give at least 1"),
+        ({"group_size": 2, "prefetch_step": 0}, r"prefetch_step=0: give at least 1"),
+        ({"group_size": 2, "num_in_group": 3}, r"num_in_group=3 of group_size=2.*from 1 to 2"),
+        ({"group_size": 2, "params": "mlp,"}, r"params has '', which matches no name"),
+        ({"group_size": 2, "params": ["mlp..gate"]}, r"params has 'mlp..gate', which matches no"),
+        ({"group_size": 2, "params": 3}, r"params=3"),
+        ({"group_size": True}, r"group_size=True: true and false"),
         (["mode"], r"must be a mapping"),
         ({"slots_per_layer": True}, r"slots_per_layer=True: true and false are no values"),
         ({"cpu_threads": False}, r"cpu_threads=False: true and false"),

@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -42,6 +43,8 @@ SPLIT_MODES = ("auto", "hybrid")
 PREFETCH_SETTINGS = ("group_size", "num_in_group", "prefetch_step", "params")
 # Those without slots, and why.
 SLOTLESS_MODES = {"cpu": "fetches nothing", "stream": "copies every expert every step"}
+# Settings that need others, which the other source may have: checked when both are together.
+_ONE_OF_TWO_SOURCES = {"is_part": True}
 PolicyName = Literal["lfru", "lru", "lfu", "static"]
 Auto = Literal["auto"]
 
@@ -144,7 +147,9 @@ class OffloadConfig(BaseModel):
         return data
 
     @model_validator(mode="after")
-    def _consistent(self) -> OffloadConfig:
+    def _consistent(self, info: ValidationInfo) -> OffloadConfig:
+        if info.context == _ONE_OF_TWO_SOURCES:
+            return self
         for name in ("slots_per_layer", "cache_topk", "update_expert_num", "cpu_threads"):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
@@ -208,10 +213,12 @@ class OffloadConfig(BaseModel):
                 )
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> OffloadConfig:
+    def parse(
+        cls, settings: Mapping[str, Any], *, context: Mapping[str, Any] | None = None
+    ) -> OffloadConfig:
         """The checked configuration; raises ConfigError naming each setting that is wrong."""
         try:
-            return cls.model_validate(settings)
+            return cls.model_validate(settings, context=context)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
 
@@ -227,8 +234,8 @@ class OffloadConfig(BaseModel):
         from_environment = _variables(environment)
         if given is None and not from_environment:
             return None
-        explicit = cls.parse(given or {})
-        variables = cls.parse(from_environment)
+        explicit = cls.parse(given or {}, context=_ONE_OF_TWO_SOURCES)
+        variables = cls.parse(from_environment, context=_ONE_OF_TWO_SOURCES)
         for name in set(explicit.model_fields_set) & set(variables.model_fields_set):
             if getattr(explicit, name) != getattr(variables, name):
                 raise ConfigError(

@@ -37,7 +37,34 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "init_snapshot": None,
             "compile_or_warm_up_model": ["self"],
             "sample_tokens": ["self", "grammar_output"],
+            "reload_weights": ["self"],
+            "start_weight_update": ["self"],
+            "update_weights": ["self", "update_info"],
         }
+    },
+    "vllm/model_executor/offloader/base.py": {
+        "": {"get_offloader": [], "set_offloader": ["instance"]},
+        "BaseOffloader": {
+            "wrap_modules": ["self", "modules_generator"],
+            "post_init": ["self"],
+            "sync_prev_onload": ["self"],
+            "join_after_forward": ["self"],
+            "_wait_for_layer": ["self", "layer_idx"],
+            "_start_prefetch": ["self", "layer_idx"],
+        },
+        "NoopOffloader": {"wrap_modules": ["self", "modules_generator"]},
+    },
+    "vllm/model_executor/offloader/prefetch_ops.py": {
+        "": {
+            "_wait_prefetch_impl": ["input_tensor", "layer_idx"],
+            "_start_prefetch_impl": ["output_tensor", "layer_idx"],
+        }
+    },
+    "vllm/model_executor/models/utils.py": {
+        "": {"make_layers": ["num_hidden_layers", "layer_fn", "prefix"]}
+    },
+    "vllm/model_executor/layers/linear.py": {
+        "UnquantizedLinearMethod": {"process_weights_after_loading": ["self", "layer"]}
     },
     "vllm/v1/core/sched/output.py": {"SchedulerOutput": {"total_num_scheduled_tokens": None}},
     "vllm/v1/outputs.py": {"AsyncModelRunnerOutput": {"get_output": ["self"]}},

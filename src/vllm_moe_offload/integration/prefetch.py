@@ -1,29 +1,33 @@
 """Group prefetch: vLLM's offloader of whole layers' parameters, beside offloaded experts.
 
 vLLM asks its one offloader to wrap the layers of each model as it makes them, to finish when the
-weights are loaded, and to order its copies with each CUDA graph; `vllm::wait_prefetch` and
-`vllm::start_prefetch`, which torch.compile keeps in their places, reach it from inside the model.
+weights are loaded, and to order its copies with each CUDA graph.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import vllm.model_executor.offloader.prefetch_ops  # noqa: F401  registers the two operators
 from torch import nn
 from vllm.logger import init_logger
-from vllm.model_executor.offloader.base import BaseOffloader, get_offloader, set_offloader
+from vllm.model_executor.offloader.base import (
+    BaseOffloader,
+    NoopOffloader,
+    get_offloader,
+    set_offloader,
+)
 from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.host import HostStore, available_memory
+from vllm_moe_offload.integration.hooks import hook, keep_as_loaded
 from vllm_moe_offload.stream import BufferPool, LayerPrefetcher, PoolPlan, TensorKind
 from vllm_moe_offload.stream.memory import aligned
 
@@ -110,12 +114,22 @@ class GroupOffloader(BaseOffloader):
             "host_bytes": self.host_bytes,
             "device_bytes": self.device_bytes,
             "predicted_bytes": self.predicted_bytes,
-            "step_bytes": sum(
-                stack.prefetcher.step_bytes
-                for stack in self._stacks
-                if stack.prefetcher is not None
-            ),
+            "step_bytes": sum(prefetcher.step_bytes for _, prefetcher in self._running()),
         }
+
+    def check_run(self) -> None:
+        """After steps of the whole model: UnsupportedError where layers run unknown to this."""
+        counts = [(len(p.not_run), len(s.layers)) for s, p in self._running()]
+        if all(left == of for left, of in counts) or any(0 < left < of for left, of in counts):
+            raise UnsupportedError(
+                "moe_offload: this model computes some of its layers otherwise than by calling "
+                "them, so their parameters cannot be prefetched: leave group_size out"
+            )
+
+    def close(self) -> None:
+        """Another engine of this process may load a model."""
+        if get_offloader() is self:
+            set_offloader(NoopOffloader())
 
     # What vLLM calls.
 
@@ -126,6 +140,8 @@ class GroupOffloader(BaseOffloader):
 
         Raises ConfigError where `params` names experts, UnsupportedError and MemoryShortError.
         """
+        if self._is_finished:
+            return list(modules_generator)  # of another engine of this process
         made, chosen = [], []
         for index, module in enumerate(modules_generator):
             made.append(module)
@@ -138,7 +154,7 @@ class GroupOffloader(BaseOffloader):
             stack = _Stack(chosen, self._plan(chosen))
             self._stacks.append(stack)
             for place, layer in enumerate(chosen):
-                _hook(layer.module, len(self._places))
+                hook(layer.module, len(self._places))
                 self._places.append((stack, place))
             self.predicted_bytes += stack.plan.nbytes
             if self._device.type == "cuda":
@@ -179,12 +195,12 @@ class GroupOffloader(BaseOffloader):
 
     def sync_prev_onload(self) -> None:
         """Before a graph is captured or replayed."""
-        for prefetcher in self._prefetchers():
+        for _, prefetcher in self._running():
             prefetcher.settle()
 
     def join_after_forward(self) -> None:
         """Before a capture ends."""
-        for prefetcher in self._prefetchers():
+        for _, prefetcher in self._running():
             prefetcher.join()
 
     def _wait_for_layer(self, layer_idx: int) -> None:
@@ -244,7 +260,7 @@ class GroupOffloader(BaseOffloader):
             self._taken.add(id(parameter))
         if current_platform.is_cpu():
             for owner in {name.rpartition(".")[0] for name in chosen}:
-                _keep_as_loaded(module.get_submodule(owner))
+                keep_as_loaded(module.get_submodule(owner))
             return layer if chosen else None
         for name, parameter in chosen.items():
             if parameter.nbytes > available_memory():
@@ -332,8 +348,8 @@ class GroupOffloader(BaseOffloader):
                 "offloaded: prefetch more layers, or lower prefetch_step"
             )
 
-    def _prefetchers(self) -> Iterator[LayerPrefetcher]:
-        return (stack.prefetcher for stack in self._stacks if stack.prefetcher is not None)
+    def _running(self) -> Iterator[tuple[_Stack, LayerPrefetcher]]:
+        return ((stack, stack.prefetcher) for stack in self._stacks if stack.prefetcher is not None)
 
 
 def _names(entry: str, parameter: str) -> bool:
@@ -345,55 +361,6 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device, with the same strides."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor)
-
-
-def _hook(layer: nn.Module, number: int) -> None:
-    """Let the layer's forward wait for its parameters, and be followed by the next copies.
-
-    The operators say that they change the hidden states, so that the compiler leaves what reads
-    parameters of the layer between them.
-    """
-    inner: Callable[..., Any] = layer.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        torch.ops.vllm.wait_prefetch(_hidden_states([*args, *kwargs.values()]), number)
-        output = inner(*args, **kwargs)
-        found = list(output) if isinstance(output, tuple | list) else [output]
-        torch.ops.vllm.start_prefetch(_hidden_states(found), number)
-        return output
-
-    layer.forward = forward
-
-
-def _hidden_states(values: list[Any]) -> torch.Tensor:
-    """The first tensor of floating-point numbers: not the positions, which come first."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value
-    raise UnsupportedError(
-        "moe_offload: a layer of this model takes or gives no hidden states, so its copies cannot "
-        "be ordered: leave group_size out"
-    )
-
-
-def _keep_as_loaded(module: nn.Module) -> None:
-    """Compute plainly: vLLM's CPU build would pack a linear layer's weight out of reach.
-
-    Raises UnsupportedError for a format other than unquantised.
-    """
-    method = getattr(module, "quant_method", None)
-    if method is None:
-        return
-    if type(method).__name__ != "UnquantizedLinearMethod":
-        raise UnsupportedError(
-            f"moe_offload: vLLM's CPU build packs parameters by {type(method).__name__}, where "
-            "they cannot be prefetched: leave them out of params, or use an unquantised checkpoint"
-        )
-
-    def process(layer: nn.Module) -> None:
-        vars(layer)["cpu_linear"] = torch.nn.functional.linear
-
-    method.process_weights_after_loading = process
 
 
 def _refuse_reloading(name: str, *args: Any, **kwargs: Any) -> None:

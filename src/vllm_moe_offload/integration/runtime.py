@@ -355,8 +355,17 @@ class OffloadRuntime:
 
     def close(self) -> None:
         """No step comes any more: the CPU lane ends. May be called twice."""
+        if self.prefetch is not None:
+            self.prefetch.close()
         if self._share is not None:
             self._share.close()
+
+    def warmed_up(self) -> None:
+        """After the worker's own steps, which are checked and not counted."""
+        self.check()
+        if self.prefetch is not None and current_platform.is_cuda():  # a CPU may not have run any
+            self.prefetch.check_run()
+        self.reset_stats()
 
     def resize(self, slots_per_layer: int) -> None:
         """Give every layer that many slots, or none of them: ValueError when it does not go."""

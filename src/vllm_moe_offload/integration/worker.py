@@ -105,8 +105,7 @@ def _warm_up(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
     times = self.worker.compile_or_warm_up_model(*args, **kwargs)
     runtime = self.__dict__.get(_RUNTIME)
     if runtime is not None:
-        runtime.check()
-        runtime.reset_stats()
+        runtime.warmed_up()
     return times
 
 

@@ -69,21 +69,23 @@ class PoolPlan:
             for kind in layer:
                 users.setdefault(kind, []).append(number)
         buffers: list[TensorKind] = []
-        place: dict[tuple[int, TensorKind], int] = {}
-        heir: dict[tuple[int, TensorKind], int] = {}
-        for kind, numbers in users.items():
-            count = min(prefetch_step, len(numbers))
-            for first in range(count):
-                ring = numbers[first::count]
-                for number, after in zip(ring, [*ring[1:], ring[0]], strict=True):
-                    place[number, kind] = len(buffers)
-                    heir[number, kind] = after
-                buffers.append(kind)
-        return cls(
-            tuple(buffers),
-            tuple(tuple(place[n, kind] for kind in layer) for n, layer in enumerate(layers)),
-            tuple(tuple(heir[n, kind] for kind in layer) for n, layer in enumerate(layers)),
-        )
+        held: dict[tuple[TensorKind, int], int] = {}
+        of_layer, heirs = [], []
+        for number, layer in enumerate(layers):
+            used, after = [], []
+            for kind in layer:
+                count = min(prefetch_step, len(users[kind]))
+                turn = users[kind].index(number)
+                ring = users[kind][turn % count :: count]
+                # Those of a layer side by side, so that one copy can fill them.
+                if ring[0] == number:
+                    held[kind, number] = len(buffers)
+                    buffers.append(kind)
+                used.append(held[kind, ring[0]])
+                after.append(ring[(turn // count + 1) % len(ring)])
+            of_layer.append(tuple(used))
+            heirs.append(tuple(after))
+        return cls(tuple(buffers), tuple(of_layer), tuple(heirs))
 
     @property
     def nbytes(self) -> int:

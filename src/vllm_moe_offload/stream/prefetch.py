@@ -13,11 +13,13 @@ found them, so that this stays true when it is replayed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from vllm_moe_offload.device.copies import CopyStream
+from vllm_moe_offload.device.copies import CopyStream, Pairs
 from vllm_moe_offload.errors import UnsupportedError
+from vllm_moe_offload.stream.memory import aligned
 from vllm_moe_offload.stream.pool import PoolPlan
 
 _NOBODY = -1
@@ -31,8 +33,19 @@ class _Marks:
         self.copied = [copies.mark() for _ in range(num_layers)]
 
 
+@dataclass(frozen=True)
+class _Fill:
+    """Copies of tensors of the layer `number` into these buffers."""
+
+    number: int
+    buffers: Sequence[int]
+    pairs: Pairs
+
+
 class LayerPrefetcher:
     """The layers of one stack, which runs from its first layer to its last, again and again.
+
+    `not_run`: those that have not been waited for yet.
 
     Args:
         plan: Which buffer a layer's tensors are in, and who has it next.
@@ -54,33 +67,28 @@ class LayerPrefetcher:
             {b: (buffers[b], source) for b, source in zip(used, tensors, strict=True)}
             for used, tensors in zip(plan.of_layer, host, strict=True)
         ]
-        self._refills: list[dict[int, list[int]]] = []
-        for number, (used, heirs) in enumerate(zip(plan.of_layer, plan.heirs, strict=True)):
-            refill: dict[int, list[int]] = {}
-            for buffer, heir in zip(used, heirs, strict=True):
-                if heir != number:
-                    refill.setdefault(heir, []).append(buffer)
-            self._refills.append(refill)
+        self._refills = [self._plan_refill(number) for number in range(len(host))]
         self._holder = [_NOBODY] * len(buffers)
         self._launched = _Marks(copies, len(host))
         self._captured = _Marks(copies, len(host))
         # Layers whose copies the graph that is being captured has to wait for.
         self._unjoined: set[int] = set()
+        self.not_run = set(range(len(host)))
 
     @property
     def step_bytes(self) -> int:
         """Bytes that are copied each time all layers run."""
         return sum(
-            self._sources[heir][buffer][1].nbytes
+            self._sources[fill.number][buffer][1].nbytes
             for refill in self._refills
-            for heir, buffers in refill.items()
-            for buffer in buffers
+            for fill in refill
+            for buffer in fill.buffers
         )
 
     def start(self) -> None:
         """Copy what the first run of the layers finds in the buffers."""
         for number, used in enumerate(self._plan.of_layer):
-            self._copy(number, [b for b in used if self._holder[b] == _NOBODY])
+            self._copy(self._fill(number, [b for b in used if self._holder[b] == _NOBODY]))
 
     def wait(self, number: int) -> None:
         """Before this layer: what comes next on the current stream finds its tensors.
@@ -88,6 +96,7 @@ class LayerPrefetcher:
         A layer out of turn finds others in its buffers: its own are copied first. Raises
         UnsupportedError where that would have to go into a graph.
         """
+        self.not_run.discard(number)
         stale = [b for b in self._plan.of_layer[number] if self._holder[b] != number]
         if _is_capturing():
             if stale:
@@ -101,13 +110,13 @@ class LayerPrefetcher:
                 self._unjoined.remove(number)
             return
         if stale:
-            self._copy(number, stale)
+            self._copy(self._fill(number, stale))
         self._launched.copied[number].wait()
 
     def refill(self, number: int) -> None:
         """Behind this layer: its buffers go to the layers that have them next."""
-        for heir, buffers in self._refills[number].items():
-            self._copy(heir, buffers)
+        for fill in self._refills[number]:
+            self._copy(fill)
 
     def settle(self) -> None:
         """Before a graph is captured or replayed: what was copied so far has arrived."""
@@ -119,19 +128,55 @@ class LayerPrefetcher:
             self._captured.copied[number].wait()
         self._unjoined.clear()
 
-    def _copy(self, number: int, buffers: Sequence[int]) -> None:
-        """Once all that has been launched is done, copy these tensors of a layer."""
-        if not buffers:
+    def _plan_refill(self, number: int) -> list[_Fill]:
+        """What is copied behind this layer, heir by heir; nothing into a buffer it has alone."""
+        taken: dict[int, list[int]] = {}
+        for buffer, heir in zip(self._plan.of_layer[number], self._plan.heirs[number], strict=True):
+            if heir != number:
+                taken.setdefault(heir, []).append(buffer)
+        return [self._fill(heir, buffers) for heir, buffers in taken.items()]
+
+    def _fill(self, number: int, buffers: Sequence[int]) -> _Fill:
+        return _Fill(number, buffers, _merged([self._sources[number][b] for b in buffers]))
+
+    def _copy(self, fill: _Fill) -> None:
+        """Once all that has been launched is done."""
+        if not fill.buffers:
             return
         marks = self._launched
         if _is_capturing():
             marks = self._captured
-            self._unjoined.add(number)
+            self._unjoined.add(fill.number)
         marks.here.record()
-        pairs = [self._sources[number][buffer] for buffer in buffers]
-        self._copies.copy(pairs, after=marks.here, done=marks.copied[number])
-        for buffer in buffers:
-            self._holder[buffer] = number
+        self._copies.copy(fill.pairs, after=marks.here, done=marks.copied[fill.number])
+        for buffer in fill.buffers:
+            self._holder[buffer] = fill.number
+
+
+def _merged(pairs: Pairs) -> Pairs:
+    """The same copies, those of tensors that lie side by side on both sides made one."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for to, source in pairs:
+        if found and _follows(*found[-1], to, source):
+            start, source_start = found[-1]
+            size = (to.data_ptr() - start.data_ptr() + to.nbytes,)
+            found[-1] = (start.as_strided(size, (1,)), source_start.as_strided(size, (1,)))
+        else:
+            found.append((to, source))
+    return found
+
+
+def _follows(
+    start: torch.Tensor, source_start: torch.Tensor, to: torch.Tensor, source: torch.Tensor
+) -> bool:
+    """Whether `to` begins where `start` ends, but for its alignment, and so do the sources."""
+    shift = to.data_ptr() - start.data_ptr()
+    return (
+        shift == aligned(start.nbytes)
+        and shift == source.data_ptr() - source_start.data_ptr()
+        and to.untyped_storage().data_ptr() == start.untyped_storage().data_ptr()
+        and source.untyped_storage().data_ptr() == source_start.untyped_storage().data_ptr()
+    )
 
 
 def _is_capturing() -> bool:
