@@ -150,7 +150,6 @@ def arrangements(split: Limits, promotions: Limits) -> dict[str, Arrangement]:
         "hybrid, few are promoted only": Arrangement(
             np.where(few, 0, split), np.where(few, one, promotions)
         ),
-        "hybrid, hits apart": Arrangement(split, None, {"hits_apart": True}),
         "hybrid, cache_topk 2": Arrangement(split, None, {"cache_topk": 2}),
         "hybrid, a fetch fewer": Arrangement(np.maximum(split - 1, 0)),
         "hybrid, a fetch more": Arrangement(np.minimum(split + 1, misses)),

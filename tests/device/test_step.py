@@ -107,8 +107,8 @@ def test_drawn_steps_are_decided_as_planned(policy: str, data: st.DataObject, se
 
 
 PLAYED = [
-    Layer(32, 7, "lfru", top_k=4, cache_topk=2, num_waves=1, hits_apart=False),
-    Layer(32, 12, "lfu", top_k=4, cache_topk=4, num_waves=3, hits_apart=True),
+    Layer(32, 7, "lfru", top_k=4, cache_topk=2, num_waves=1),
+    Layer(32, 12, "lfu", top_k=4, cache_topk=4, num_waves=3),
 ]
 
 
@@ -137,7 +137,7 @@ def test_played_back_routings_are_decided_as_planned(routing: str, layer: Layer)
 @pytest.mark.parametrize("num_waves", [1, 3, 5, 8])
 def test_a_crowded_step_among_valued_experts_is_decided_as_planned(num_waves: int) -> None:
     """Eight experts often used, then sixteen others at once."""
-    layer = Layer(24, 8, "lfu", top_k=4, cache_topk=4, num_waves=num_waves, hits_apart=False)
+    layer = Layer(24, 8, "lfu", top_k=4, cache_topk=4, num_waves=num_waves)
     pair = Pair(layer)
     experts = np.arange(24, dtype=np.int32).reshape(6, 4)
     for ids in (*[experts[:2]] * 4, experts[2:], experts):
@@ -147,7 +147,7 @@ def test_a_crowded_step_among_valued_experts_is_decided_as_planned(num_waves: in
 @marked
 @pytest.mark.parametrize("num_slots", [1, 101, 512])
 def test_the_biggest_layer_is_decided_as_planned(num_slots: int) -> None:
-    layer = Layer(512, num_slots, "lfru", top_k=16, cache_topk=5, num_waves=3, hits_apart=False)
+    layer = Layer(512, num_slots, "lfru", top_k=16, cache_topk=5, num_waves=3)
     pair = Pair(layer)
     misses = np.arange(513)
     for ids, weights, *_ in steps(layer, np.random.default_rng(1), 3, max_tokens=64):
@@ -160,7 +160,7 @@ def test_the_biggest_layer_is_decided_as_planned(num_slots: int) -> None:
 
 @marked
 def test_more_ids_than_are_read_at_once() -> None:
-    layer = Layer(24, 9, "lru", top_k=8, cache_topk=1, num_waves=2, hits_apart=False)
+    layer = Layer(24, 9, "lru", top_k=8, cache_topk=1, num_waves=2)
     pair = Pair(layer)
     rng = np.random.default_rng(0)
     ids = np.stack([rng.permutation(12)[:8] for _ in range(200)]).astype(np.int32)
@@ -171,7 +171,6 @@ def test_more_ids_than_are_read_at_once() -> None:
 def a_layer(**changes: int) -> Layer:
     return Layer(**dict(
         num_experts=6, num_slots=3, policy="lru", top_k=2, cache_topk=2, num_waves=1,
-        hits_apart=False,
     ) | changes)  # fmt: skip
 
 
@@ -270,7 +269,7 @@ def test_the_host_plans_a_step_in_between(policy: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_step_goes_on_from_the_one_before() -> None:
-    layer = Layer(37, 11, "lfru", top_k=4, cache_topk=3, num_waves=2, hits_apart=True)
+    layer = Layer(37, 11, "lfru", top_k=4, cache_topk=3, num_waves=2)
     pair = Pair(layer)
     ids = torch.full((2, 4), 37, dtype=torch.int32, device=DEVICE)
     weights = torch.zeros((2, 4), device=DEVICE)
@@ -302,7 +301,6 @@ def test_a_captured_step_goes_on_from_the_one_before() -> None:
         (dict(policy="mru"), "unknown policy 'mru'"),
         (dict(cache_topk=3), "cache_topk is 3"),
         (dict(num_waves=0), "0 waves leave none"),
-        (dict(num_waves=1, hits_apart=True), "1 waves leave none"),
     ],
 )
 @marked

@@ -77,7 +77,6 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of
     promoted=st.integers(0, 9),
     late=st.booleans(),
     few=st.booleans(),
-    hits_apart=st.booleans(),
     cache_topk=st.integers(1, TOP_K),
     seed=st.integers(0, 2**31),
 )
@@ -89,7 +88,6 @@ def test_the_sum_of_the_lanes_is_the_oracles(
     promoted: int,
     late: bool,
     few: bool,
-    hits_apart: bool,
     cache_topk: int,
     seed: int,
 ) -> None:
@@ -114,7 +112,6 @@ def test_the_sum_of_the_lanes_is_the_oracles(
             policy=policy,
             top_k=TOP_K,
             cache_topk=cache_topk,
-            hits_apart=hits_apart,
         )
         misses = np.arange(num_experts + 1)
         layer.split(np.minimum(misses, fetched), np.minimum(misses, promoted))
@@ -132,7 +129,7 @@ def test_the_sum_of_the_lanes_is_the_oracles(
             weights = torch.rand((tokens, TOP_K), generator=generator)
             request.operands.partial.fill_(float("nan"))
             if few:  # as a graph has them that was captured under another split
-                layer._waves = {tokens: 1 + hits_apart}
+                layer._waves = {tokens: 1}
             got = layer.forward(x, weights, ids)
             everyone = torch.arange(num_experts + 1, dtype=torch.int32)
             everyone[-1] = -1

@@ -47,7 +47,6 @@ class Case:
         num_slots: int,
         policy: str,
         seed: int = 0,
-        hits_apart: bool = False,
     ) -> None:
         self.spec = ExpertSpec(24, 10, Activation.SILU, Format.FP32, bool(seed % 2))
         self.rng = np.random.default_rng(seed)
@@ -72,7 +71,6 @@ class Case:
                 side,
                 policy=policy,
                 top_k=TOP_K,
-                hits_apart=hits_apart,
             )
 
         self.layer = OffloadedLayer(
@@ -123,14 +121,13 @@ class Case:
     num_experts=st.integers(3, 9),
     share=st.floats(0.1, 1.0),
     policy=st.sampled_from(sorted(POLICIES)),
-    hits_apart=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_steps_of_the_device_and_of_the_host_in_any_order(
-    num_experts: int, share: float, policy: str, hits_apart: bool, seed: int
+    num_experts: int, share: float, policy: str, seed: int
 ) -> None:
     with CpuExpertEngine(threads=1) as engine:
-        case = Case(engine, num_experts, max(1, int(share * num_experts)), policy, seed, hits_apart)
+        case = Case(engine, num_experts, max(1, int(share * num_experts)), policy, seed)
         for number in range(8):
             rows = MOST if case.rng.random() < 0.3 else int(case.rng.integers(1, 6))
             case.step(rows, padded=0.3 if number % 2 else 0.0)

@@ -22,29 +22,24 @@ class Layer:
     top_k: int
     cache_topk: int
     num_waves: int
-    hits_apart: bool
 
     @property
     def lanes(self) -> dict[str, Any]:
         """The keywords of `plan_lanes`."""
-        return dict(
-            cache_topk=self.cache_topk, num_waves=self.num_waves, hits_apart=self.hits_apart
-        )
+        return dict(cache_topk=self.cache_topk, num_waves=self.num_waves)
 
 
 @st.composite
 def layers(draw: st.DrawFn, policy: str | None = None, max_experts: int = 24) -> Layer:
     num_experts = draw(st.integers(1, max_experts))
     top_k = draw(st.integers(1, min(num_experts, 16)))
-    hits_apart = draw(st.booleans())
     return Layer(
         num_experts=num_experts,
         num_slots=draw(st.integers(1, num_experts)),
         policy=policy or draw(st.sampled_from(list(POLICIES))),
         top_k=top_k,
         cache_topk=draw(st.integers(1, top_k)),
-        num_waves=draw(st.integers(1 + hits_apart, 4 + hits_apart)),
-        hits_apart=hits_apart,
+        num_waves=draw(st.integers(1, 4)),
     )
 
 

@@ -67,11 +67,6 @@ def test_every_used_expert_is_in_one_wave_or_on_the_cpu(
         assert len(plan.waves) == layer.num_waves
         empty = table.expert_of < 0
         assert not np.any(empty[:-1] & ~empty[1:]), "an empty slot before a filled one"
-        if layer.hits_apart:
-            hits, fetched, *_ = plan.waves
-            assert hits.fetched == 0 and len(hits.experts) == plan.hits
-            assert fetched.fetched == len(fetched.experts)
-            assert not set(hits.slots) & set(fetched.slots), "overwritten while it is computed"
 
 
 @settings(max_examples=300, deadline=None)
@@ -106,9 +101,7 @@ def test_what_is_fetched_is_heavy_and_the_most_valued_and_as_much_as_there_may_b
 @given(data=st.data(), seed=SEED)
 def test_without_limits_it_is_the_eager_step(data: st.DataObject, seed: int) -> None:
     layer = data.draw(layers())
-    layer = replace(
-        layer, cache_topk=layer.top_k, num_waves=layer.num_experts + 1, hits_apart=False
-    )
+    layer = replace(layer, cache_topk=layer.top_k, num_waves=layer.num_experts + 1)
     eager = Residency(layer.num_experts, layer.num_slots, layer.policy)
     table = SlotTable(layer.num_experts, layer.num_slots)
     policy = make_policy(layer.policy, layer.num_experts)
@@ -137,8 +130,7 @@ def test_the_waves_needed_hold_all_that_may_be_fetched(data: st.DataObject, seed
             weights,
             limits,
             cache_topk=layer.top_k,
-            num_waves=waves + layer.hits_apart,
-            hits_apart=layer.hits_apart,
+            num_waves=waves,
         )
         assert plan.fetched == min(limits[plan.misses], plan.misses)
 
@@ -236,9 +228,8 @@ def test_of_equal_weights_the_first_is_the_heavier() -> None:
     assert (plan.cpu, plan.waves[0].experts) == ((1, 2), (0, 3))
 
 
-@pytest.mark.parametrize(("num_waves", "hits_apart"), [(0, False), (1, True)])
-def test_no_wave_to_fetch_into_is_refused(num_waves: int, hits_apart: bool) -> None:
-    layer = Layer(4, 2, "lru", 2, 2, num_waves, hits_apart)
+def test_no_wave_to_fetch_into_is_refused() -> None:
+    layer = Layer(4, 2, "lru", 2, 2, num_waves=0)
     ids, weights = np.array([[1, 3]]), np.array([[0.5, 0.5]])
     with pytest.raises(ValueError, match="waves leave none"):
         plan_lanes(

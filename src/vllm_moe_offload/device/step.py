@@ -54,7 +54,6 @@ class DeviceStep:
         top_k: K, how many experts a token is routed to.
         cache_topk: A miss is fetched only if it is one of so many heaviest of some token; 1 to K.
         num_waves: W; each is a launch of the layer's kernel, whether it has experts or not.
-        hits_apart: The first wave is the hits alone, which needs no fetch; W is 2 or more then.
         device: Where the tensors are.
 
     Raises ValueError for numbers outside these.
@@ -71,7 +70,6 @@ class DeviceStep:
         top_k: int,
         cache_topk: int,
         num_waves: int,
-        hits_apart: bool = False,
         device: torch.device,
     ) -> None:
         if not 1 <= num_experts <= MAX_EXPERTS:
@@ -80,14 +78,13 @@ class DeviceStep:
             raise ValueError(f"unknown policy {policy!r}; what exists: {', '.join(POLICIES)}")
         if not 1 <= cache_topk <= top_k:
             raise ValueError(f"cache_topk is {cache_topk}: give 1 to {top_k}, the model's top-k")
-        if num_waves <= hits_apart:
-            raise ValueError(f"{num_waves} waves leave none to fetch into: give {1 + hits_apart}")
+        if num_waves < 1:
+            raise ValueError(f"{num_waves} waves leave none to fetch into: give 1 or more")
         self.num_experts = num_experts
         self.policy = policy
         self.top_k = top_k
         self.cache_topk = cache_topk
         self.num_waves = num_waves
-        self.hits_apart = hits_apart
         self.num_slots = self._checked(num_slots)
         self.width = max(_power_of_two(num_experts), 32)
 
@@ -126,10 +123,8 @@ class DeviceStep:
         numbers.
         """
         waves = self.num_waves if num_waves is None else num_waves
-        if not 1 + self.hits_apart <= waves <= self.num_waves:
-            raise ValueError(
-                f"{waves} waves in a step: give {1 + self.hits_apart} to {self.num_waves}"
-            )
+        if not 1 <= waves <= self.num_waves:
+            raise ValueError(f"{waves} waves in a step: give 1 to {self.num_waves}")
         if topk_ids.shape != topk_weights.shape or topk_ids.shape[1:] != (self.top_k,):
             raise ValueError(
                 f"ids {tuple(topk_ids.shape)} and weights {tuple(topk_weights.shape)}: "
@@ -161,7 +156,6 @@ class DeviceStep:
             K=self.top_k,
             POLICY=self.policy,
             CACHE_TOPK=self.cache_topk,
-            HITS_APART=self.hits_apart,
             BLOCK=min(max(_power_of_two(total), _MIN_BLOCK), _MAX_BLOCK),
             N=self.width,
             num_warps=self.num_warps,

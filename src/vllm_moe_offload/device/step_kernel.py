@@ -157,7 +157,6 @@ def step_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr,
     POLICY: tl.constexpr,
     CACHE_TOPK: tl.constexpr,
-    HITS_APART: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -217,14 +216,13 @@ def step_kernel(  # type: ignore[no-untyped-def]
     unused += num_empty
 
     # What the waves hold; the rest of the misses is the CPU's, the least valued first.
-    fetch_waves = num_waves - HITS_APART
     room = unused
     capacity = unused
     staying = in_slot
-    if fetch_waves > 1:
-        need = (num_admitted + fetch_waves - 1) // fetch_waves
+    if num_waves > 1:
+        need = (num_admitted + num_waves - 1) // num_waves
         if need > unused:
-            need = (num_admitted - unused + fetch_waves - 2) // (fetch_waves - 1)
+            need = (num_admitted - unused + num_waves - 2) // (num_waves - 1)
         passing = tl.maximum(passing, need)
         admitted = heavy & (heavy_above < num_admitted)
         higher = in_slot_above + tl.minimum(heavy_above, num_admitted)
@@ -233,31 +231,23 @@ def step_kernel(  # type: ignore[no-untyped-def]
         going, leaving, _ = _unpack(tl.sum(marks, 0))
         room = tl.minimum(unused, tl.maximum(passing, num_empty + going))
         later = tl.minimum(evictable, tl.maximum(passing, leaving + room))
-        capacity = room + (fetch_waves - 1) * later
+        capacity = room + (num_waves - 1) * later
     num_admitted = tl.minimum(num_admitted, capacity)
     room = tl.where(num_admitted > unused, room, unused)
     admitted = heavy & (heavy_above < num_admitted)
     turn = num_admitted - 1 - heavy_above
 
     count = tl.minimum(num_admitted, room)
-    pairs = fetches + HITS_APART * E * 2
-    slot_before = slot
     slot, computed = fill(
-        pairs, expert, slot, admitted, turn, victims, rank, count, first_empty, num_empty
+        fetches, expert, slot, admitted, turn, victims, rank, count, first_empty, num_empty
     )
-    tl.store(fetch_counts + HITS_APART, count)
-    if HITS_APART:
-        tl.store(expert_maps + expert, tl.where(is_hit, slot_before, -1), mask=valid)
-        tl.store(fetch_counts, 0)
-        waves = (hits > 0).to(tl.int32) + (count > 0).to(tl.int32)
-    else:
-        computed |= is_hit
-        waves = (hits + count > 0).to(tl.int32)
+    tl.store(fetch_counts, count)
+    computed |= is_hit
+    waves = (hits + count > 0).to(tl.int32)
     filled = tl.minimum(count, num_empty)
-    maps = expert_maps + HITS_APART * (E + 1)
-    tl.store(maps + expert, tl.where(computed, slot, -1), mask=valid)
+    tl.store(expert_maps + expert, tl.where(computed, slot, -1), mask=valid)
     at = count
-    for wave in range(HITS_APART + 1, num_waves):
+    for wave in range(1, num_waves):
         # Every resident has been computed by now or is not used by this step.
         victims = (slot >= num_slots - evictable) & (slot >= 0)
         rank = tl.cumsum(victims.to(tl.int32), 0) - 1

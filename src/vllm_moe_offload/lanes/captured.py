@@ -20,10 +20,6 @@ from vllm_moe_offload.routing import waves_needed
 # Rows of a step that is decided on the device; larger ones are planned by the host.
 MAX_CAPTURED = 64
 
-# Whether the hits are computed by themselves while the misses arrive, for one launch of the layer's
-# kernel more.
-HITS_APART = False
-
 
 class CapturedLayer:
     """Three lanes of one step: slots, fetches into slots, and the CPU by its doorbell.
@@ -41,7 +37,6 @@ class CapturedLayer:
         top_k: K.
         cache_topk: With a CPU lane, a miss is fetched only if it is among so many heaviest experts
             of some token; None for K.
-        hits_apart: As `HITS_APART`.
 
     `step` decides, `fetch` copies what it lists.
 
@@ -60,7 +55,6 @@ class CapturedLayer:
         policy: str,
         top_k: int,
         cache_topk: int | None = None,
-        hits_apart: bool = HITS_APART,
     ) -> None:
         some = next(iter(slots.values()))
         num_experts, num_slots = next(iter(host.values())).shape[0], some.shape[0]
@@ -77,8 +71,7 @@ class CapturedLayer:
             policy,
             top_k=top_k,
             cache_topk=top_k if cache_topk is None or cpu is None else cache_topk,
-            num_waves=most + hits_apart,
-            hits_apart=hits_apart,
+            num_waves=most,
             device=some.device,
         )
 
@@ -102,7 +95,7 @@ class CapturedLayer:
         """How many waves a step of so many rows has."""
         if rows not in self._waves:
             step = self.step
-            self._waves[rows] = step.hits_apart + waves_needed(
+            self._waves[rows] = waves_needed(
                 self._limits, rows * step.top_k, step.num_slots, step.policy
             )
         return self._waves[rows]
@@ -118,8 +111,7 @@ class CapturedLayer:
         step = self.step
         num_waves = self.num_waves(len(x))
         step.launch(topk_ids, topk_weights, num_waves)
-        first = int(step.hits_apart)
-        self._launch_fetch(first, num_waves)
+        self._launch_fetch(0, num_waves)
         if self._cpu is not None:
             self._cpu.submit(x, topk_ids, topk_weights, step.cpu_map)
         if num_waves == 1:
@@ -127,7 +119,7 @@ class CapturedLayer:
             # Not summed with another wave, and so not copied.
             out = self._resident.output(x, topk_weights, topk_ids, step.expert_maps[0])
         else:
-            out = self._in_waves(num_waves, first, x, topk_weights, topk_ids)
+            out = self._in_waves(num_waves, x, topk_weights, topk_ids)
         if self._cpu is None:
             return out.to(x.dtype)
         summed = torch.empty_like(x)
@@ -140,19 +132,15 @@ class CapturedLayer:
     def _in_waves(
         self,
         num_waves: int,
-        first: int,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """The sum of the waves, float32; that of `first` is being fetched."""
+        """The sum of the waves, float32; the first one is being fetched."""
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         maps = self.step.expert_maps
-        if first:
-            # Meanwhile: the hits read slots that no expert of this step is fetched into.
-            self._resident.compute(x, topk_weights, topk_ids, maps[0], out, False)
-        for wave in range(first, num_waves):
-            if wave > first:
+        for wave in range(num_waves):
+            if wave:
                 self._launch_fetch(wave, num_waves)
             self._side.join()
             self._resident.compute(x, topk_weights, topk_ids, maps[wave], out, wave > 0)
@@ -172,7 +160,7 @@ class CapturedLayer:
         """
         with self._side.fork():
             counted = with_padding(topk_ids, padding, self.step.num_experts)
-            self.step.launch(counted, topk_weights, 1 + self.step.hits_apart)
+            self.step.launch(counted, topk_weights, 1)
         out = self._resident.output(x, topk_weights, topk_ids, None)
         self._side.join()
         return out.to(x.dtype)

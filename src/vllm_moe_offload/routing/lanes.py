@@ -63,7 +63,6 @@ def plan_lanes(
     *,
     cache_topk: int,
     num_waves: int,
-    hits_apart: bool = False,
     promotions: npt.NDArray[np.integer] | None = None,
 ) -> LanePlan:
     """Decide one step and bring `table` and `policy` to their state after it.
@@ -78,8 +77,6 @@ def plan_lanes(
         cache_topk: A miss is fetched only if it is, for at least one token, one of that token's so
             many heaviest experts; of equal weights the first in the row counts as the heavier.
         num_waves: How many waves there are.
-        hits_apart: The first wave computes the hits and waits for no fetch, so that they can be
-            computed while the others arrive; those have one wave less.
         promotions: [E + 1], how many of the CPU's experts are promoted at most, by how many misses
             there are; None for none.
 
@@ -91,9 +88,8 @@ def plan_lanes(
     most valued are promoted, into slots that are empty after the waves or hold an expert that this
     step does not use.
     """
-    fetch_waves = num_waves - hits_apart
-    if fetch_waves < 1:
-        raise ValueError(f"{num_waves} waves leave none to fetch into: give {1 + hits_apart}")
+    if num_waves < 1:
+        raise ValueError(f"{num_waves} waves leave none to fetch into: give 1 or more")
     used = _marked(table.num_experts, ids)
     policy.observe(used)
     place = policy.order()
@@ -106,13 +102,11 @@ def plan_lanes(
     wanted = wanted[np.argsort(place[wanted])]
     admitted = _last(wanted, int(limits[misses]))
     room = Room.of(table, policy, place, used, admitted)
-    need = _slots_a_wave(len(admitted), len(room.unused), fetch_waves)
+    need = _slots_a_wave(len(admitted), len(room.unused), num_waves)
     room = replace(room, passing=max(room.passing, need))
-    admitted = _last(admitted, _capacity(room, table, hits, fetch_waves))
+    admitted = _last(admitted, _capacity(room, table, hits, num_waves))
 
     waves = fill(table, room, place, hits, admitted)
-    if hits_apart and waves:
-        waves = (*_apart(waves[0]), *waves[1:])
     cpu = is_miss
     cpu[admitted] = False
     promoted: tuple[tuple[int, int], ...] = ()
@@ -192,12 +186,3 @@ def _capacity(room: Room, table: SlotTable, hits: npt.NDArray[np.int64], num_wav
     evictable = int(np.count_nonzero(room.evictable))
     later = min(evictable, max(room.passing, leaving + first))
     return first + (num_waves - 1) * later
-
-
-def _apart(first: Wave) -> tuple[Wave, Wave]:
-    """The first wave as two: what is there already, and what is fetched."""
-    here = len(first.experts) - first.fetched
-    return (
-        Wave(first.experts[:here], first.slots[:here], 0),
-        Wave(first.experts[here:], first.slots[here:], first.fetched),
-    )
