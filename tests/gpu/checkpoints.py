@@ -1,4 +1,4 @@
-"""Random checkpoints with the experts of Qwen3-30B-A3B (128 of 2048x768, top-8), few layers.
+"""Random checkpoints with the experts of Qwen3-30B-A3B (128 of 2048x768, top-8), and a dense one.
 
 The numbers of an FP8 checkpoint are codes and scales that are powers of two, so that the same
 weights exist exactly in bf16: the float32 reference reads those.
@@ -40,6 +40,14 @@ _CONFIG = {
     "eos_token_id": 2,
     "torch_dtype": "bfloat16",
 }
+_OF_EXPERTS = (
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+)
 
 
 def write(kind: str, folder: Path, *, seed: int = 0, layers: int = LAYERS) -> tuple[Path, Path]:
@@ -70,6 +78,52 @@ def write(kind: str, folder: Path, *, seed: int = 0, layers: int = LAYERS) -> tu
         if plain != quantised:
             save_file(values, plain / f"layer{layer}.safetensors")
     return quantised, plain
+
+
+def write_dense(folder: Path, *, layers: int, seed: int = 0) -> Path:
+    """Write a dense model in bf16, 385 MB a layer, norms of random numbers; returns its folder."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden, intermediate, heads, kv_heads, head = 4096, 12288, 32, 8, 128
+    config = {name: value for name, value in _CONFIG.items() if name not in _OF_EXPERTS} | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def norm(size: int) -> torch.Tensor:
+        drawn = torch.rand(size, generator=generator, device="cuda") + 0.5
+        return drawn.to(torch.bfloat16).cpu()
+
+    shared = {
+        "model.embed_tokens.weight": _random((VOCABULARY, hidden), generator, 40.0).cpu(),
+        "lm_head.weight": _random((VOCABULARY, hidden), generator).cpu(),
+        "model.norm.weight": norm(hidden),
+    }
+    save_file(shared, folder / "shared.safetensors")
+    for layer in range(layers):
+        shapes = {
+            "self_attn.q_proj": (heads * head, hidden),
+            "self_attn.k_proj": (kv_heads * head, hidden),
+            "self_attn.v_proj": (kv_heads * head, hidden),
+            "self_attn.o_proj": (hidden, heads * head),
+            "mlp.gate_proj": (intermediate, hidden),
+            "mlp.up_proj": (intermediate, hidden),
+            "mlp.down_proj": (hidden, intermediate),
+        }
+        tensors = {name: _random(shape, generator).cpu() for name, shape in shapes.items()}
+        tensors |= {f"self_attn.{name}": norm(head) for name in ("q_norm", "k_norm")}
+        tensors |= {n: norm(hidden) for n in ("input_layernorm", "post_attention_layernorm")}
+        prefix = f"model.layers.{layer}"
+        named = {f"{prefix}.{name}.weight": tensor for name, tensor in tensors.items()}
+        save_file(named, folder / f"layer{layer}.safetensors")
+    return folder
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator, width: float = 1.0) -> torch.Tensor:

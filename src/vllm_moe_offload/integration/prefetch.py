@@ -263,6 +263,8 @@ class GroupOffloader(BaseOffloader):
                 keep_as_loaded(module.get_submodule(owner))
             return layer if chosen else None
         for name, parameter in chosen.items():
+            if parameter.is_meta:
+                continue  # quantised while it is loaded, and made on the device then
             if parameter.nbytes > available_memory():
                 raise MemoryShortError(
                     f"moe_offload: {name} of a prefetched layer needs "
