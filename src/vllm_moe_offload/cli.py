@@ -34,17 +34,23 @@ def demo(
     slots: Annotated[
         int | None, typer.Option(min=1, help="Experts each layer keeps; a quarter by default.")
     ] = None,
+    mode: Annotated[
+        str, typer.Option(help="cache; or without slots: stream, every expert copied, or cpu.")
+    ] = "cache",
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = demonstration.MODEL,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate a prompt.")] = 80,
-    policy: Annotated[str, typer.Option(help="lfru, lru, lfu or static.")] = "lfru",
+    policy: Annotated[
+        str | None, typer.Option(help="lfru, lru, lfu or static; lfru by default.")
+    ] = None,
 ) -> None:
-    """Generate with a few experts in slots, then without offload, and compare the tokens."""
+    """Generate with experts offloaded, then without offload, and compare the tokens."""
     console = Console()
     try:
         same = demonstration.run(
             console,
             model=model,
             prompts=prompt or demonstration.PROMPTS,
+            mode=mode,
             slots=slots,
             max_tokens=max_tokens,
             policy=policy,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_moe_offload.config import OffloadConfig
+from vllm_moe_offload.config import SLOTLESS_MODES, OffloadConfig
 from vllm_moe_offload.errors import ConfigError
 
 MODEL = Path("models/demo-moe")
@@ -52,9 +52,10 @@ def run(
     *,
     model: Path,
     prompts: list[str],
+    mode: str,
     slots: int | None,
     max_tokens: int,
-    policy: str,
+    policy: str | None,
 ) -> bool:
     """Show both runs and a table; True when they generated the same tokens."""
     settings_file = model / "config.json"
@@ -64,23 +65,23 @@ def run(
             "with --model"
         )
     num_experts = _num_experts(settings_file)
-    if slots is None and num_experts is None:
-        raise DemoError(f"{settings_file} names no number of experts: give --slots")
-    if slots is None:
-        slots = max(1, (num_experts or 0) // 4)
-    if num_experts is not None and slots > num_experts:
+    if slots is None and mode not in SLOTLESS_MODES:
+        if num_experts is None:
+            raise DemoError(f"{settings_file} names no number of experts: give --slots")
+        slots = max(1, num_experts // 4)
+    if num_experts is not None and slots is not None and slots > num_experts:
         raise DemoError(f"--slots {slots}: {model} has {num_experts} experts a layer, give fewer")
     if not all(prompts):
         raise DemoError("--prompt is empty: give some text to continue")
-    settings = {"mode": "cache", "slots_per_layer": slots, "policy": policy}
+    asked = {"mode": mode, "slots_per_layer": slots, "policy": policy}
+    settings = {name: value for name, value in asked.items() if value is not None}
     try:
         OffloadConfig.parse(settings)
     except ConfigError as error:
         raise DemoError(str(error)) from None
 
-    console.rule(
-        f"{escape(model.name)} with {slots} slots a layer, the other experts in host memory"
-    )
+    where = f"{slots} slots a layer, the other" if slots else f"mode {mode}, all"
+    console.rule(f"{escape(model.name)} with {where} experts in host memory")
     console.print("starting vLLM ...", style="dim")
     ours = _in_a_process(model, prompts, max_tokens, settings, print_text=True)
     console.rule("the same prompts without offload")
@@ -165,12 +166,11 @@ def _table(ours: Result, stock: Result) -> Table:
     )
     table.add_row("hits", f"{stats['hits']} ({stats['hits'] / max(looked_up, 1):.0%})", "-")
     table.add_row("misses", f"{stats['misses']}", "-")
-    table.add_row(
-        "fetched a token", f"{stats['bytes_fetched'] / max(ours.count, 1) / _KIB:.0f} KiB", "-"
-    )
+    copied = stats["bytes_fetched"] + stats["bytes_streamed"]
+    table.add_row("copied a token", f"{copied / max(ours.count, 1) / _KIB:.0f} KiB", "-")
     table.add_row(
         "experts in device memory",
-        f"{stats['device_bytes'] / _MIB:.1f} MiB",
+        f"{(stats['device_bytes'] + stats['buffer_bytes']) / _MIB:.1f} MiB",
         f"{stats['host_bytes'] / _MIB:.1f} MiB",
     )
     table.add_row("experts in host memory", f"{stats['host_bytes'] / _MIB:.1f} MiB", "-")

@@ -116,17 +116,50 @@ def test_float32_gives_identical_tokens_with_some_experts_on_the_cpu(model: Mode
         assert done["bytes_streamed"] > 0
 
 
+def test_float32_gives_identical_tokens_by_ping_pong(model: Model) -> None:
+    with engine(model.path, **moe_offload_args(mode="stream")) as ours:
+        ours.collective_rpc("moe_offload_reset_stats")
+        assert greedy(ours, model.prompts) == model.tokens
+        for layer in stats(ours)["layers"].values():
+            assert layer["streamed"] == layer["steps"] > 0
+            assert layer["bytes_streamed"] == layer["steps"] * layer["host_bytes"]
+
+
+def flip(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
+    """In place of `CopyStream.copy`: every expert becomes another."""
+    copy(self, [(to, source.flip(0)) for to, source in pairs], **marks)
+
+
+def drop(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
+    """One that is not copied: what was in its row before stays."""
+    copy(self, [(to[1:], source[1:]) for to, source in pairs], **marks)
+
+
+copy = CopyStream.copy
+
+
+@pytest.mark.parametrize(
+    "settings", [{"slots_per_layer": 1, "stream_threshold": 0}, {"mode": "stream"}]
+)
 def test_float32_check_catches_a_fault_in_the_buffers(
+    settings: dict[str, Any], model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model.path, **moe_offload_args(**settings)) as ours:
+        for fault in (flip, drop):
+            monkeypatch.setattr(CopyStream, "copy", fault)
+            assert greedy(ours, model.prompts) != model.tokens, fault.__doc__
+
+
+def test_bf16_by_ping_pong_is_no_further_from_float32_than_stock_is(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = CopyStream.copy
-
-    def swap(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
-        copy(self, [(to, source.flip(0)) for to, source in pairs], **marks)
-
-    with engine(model.path, **moe_offload_args(slots_per_layer=1, stream_threshold=0)) as ours:
-        monkeypatch.setattr(CopyStream, "copy", swap)
-        assert greedy(ours, model.prompts) != model.tokens
+    with engine(model.path, dtype="bfloat16", **moe_offload_args(mode="stream")) as ours:
+        got = log_probabilities(ours, model.sequences)
+        assert is_no_further(got, model.stock_bf16, model.reference)
+        for fault in (flip, drop):
+            monkeypatch.setattr(CopyStream, "copy", fault)
+            got = log_probabilities(ours, model.sequences)
+            assert not is_no_further(got, model.stock_bf16, model.reference), fault.__doc__
 
 
 def test_float32_gives_identical_tokens_computed_by_the_cpu(model: Model) -> None:

@@ -78,6 +78,14 @@ def test_a_client_streams_the_same_text_with_and_without_offload(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_a_quantisation_by_name_asks_for_ping_pong(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with server(log, "--quantization", "pingpong_moe") as url:
+        assert stream(url)
+    assert "moe_offload: mode=stream, 4 layers" in log.read_text()
+
+
+@pytest.mark.slow
 def test_a_wrong_setting_ends_the_server_with_what_exists(tmp_path: Path) -> None:
     log = tmp_path / "log"
     wrong = json.dumps({"moe_offload": {"slots": 8}})

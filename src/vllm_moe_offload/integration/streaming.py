@@ -124,7 +124,7 @@ class Streaming:
             self.device_bytes / 2**30,
             layer.num_experts,
             1e3 * seconds,
-            "no size" if threshold is None else f"more than {threshold} rows",
+            _sizes(threshold),
         )
 
     def expect(self, rows: int) -> None:
@@ -180,3 +180,10 @@ class Streaming:
         layer.invalidate()
         layer.reset_counters()
         return min(taken)
+
+
+def _sizes(threshold: int | None) -> str:
+    """Of the steps that are streamed, in words."""
+    if threshold is None:
+        return "no size"
+    return f"more than {threshold} rows" if threshold else "any size"
