@@ -73,7 +73,10 @@ def _announced(execute: Callable[..., Any]) -> Callable[..., Any]:
     def announced(self: WorkerWrapperBase, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = self.__dict__.get(_RUNTIME)
         if runtime is not None:
-            runtime.expect(scheduler_output.total_num_scheduled_tokens)
+            runtime.expect(
+                scheduler_output.total_num_scheduled_tokens,
+                bool(scheduler_output.scheduled_cached_reqs.req_ids),
+            )
         return execute(self, scheduler_output, *args, **kwargs)
 
     return announced
@@ -99,6 +102,7 @@ def _warm_up(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
     if runtime is not None:
         runtime.check()
         runtime.reset_stats()
+        runtime.report()
     return times
 
 

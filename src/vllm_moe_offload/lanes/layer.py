@@ -73,8 +73,8 @@ class OffloadedLayer:
         self._slots: _Slots | None = None
         self._is_in_graph = False
         self._streamed: StreamedLayer | None = None
-        # Rows of streamed steps; on the device where only it knows which of them are tokens.
-        self._streamed_tokens: int | torch.Tensor = 0
+        # Of streamed steps with padding: only the device knows which of their rows are tokens.
+        self._streamed_tokens: torch.Tensor | None = None
         if num_slots:
             self.resize(num_slots)
 
@@ -111,24 +111,36 @@ class OffloadedLayer:
     @property
     def counters(self) -> Counters:
         """A copy of what has been counted; waits for the device."""
-        counted = replace(self._counted)
-        counted.tokens += int(self._streamed_tokens)
+        return self.counted({name: each.tolist() for name, each in self.readings().items()})[0]
+
+    def readings(self) -> dict[str, torch.Tensor]:
+        """What the device counts, for `counted`: int64 tensors by name, to be read at any time."""
+        found = {}
+        if self._streamed_tokens is not None:
+            found["streamed tokens"] = self._streamed_tokens
         if self._slots is not None and self._slots.kept is not None:
-            kept = self._slots.kept.count()
-            counted.kept += kept
-            counted.bytes_kept += kept * self.layout.nbytes
+            found["kept"] = self._slots.kept.counter
         if (on_device := self._on_device()) is not None:
-            counted += on_device.read_counters()
-        return counted
+            found["decided"] = on_device.step.counters
+        return found
+
+    def counted(self, values: Mapping[str, list[int]]) -> tuple[Counters, Counters]:
+        """What has been counted, by what `readings` held; of it what the device decided on."""
+        counted, decided = replace(self._counted), Counters()
+        counted.tokens += sum(values.get("streamed tokens", ()))
+        kept = sum(values.get("kept", ()))
+        counted.kept += kept
+        counted.bytes_kept += kept * self.layout.nbytes
+        if (on_device := self._on_device()) is not None and "decided" in values:
+            decided = on_device.counted(values["decided"])
+            counted += decided
+        return counted, decided
 
     def reset_counters(self) -> None:
         """Start to count anew."""
         self._counted = Counters()
-        self._streamed_tokens = 0
-        if self._slots is not None and self._slots.kept is not None:
-            self._slots.kept.reset()
-        if (on_device := self._on_device()) is not None:
-            on_device.step.reset_counters()
+        for tensor in self.readings().values():
+            tensor.zero_()
 
     @property
     def captured(self) -> CapturedLayer | None:
@@ -155,7 +167,7 @@ class OffloadedLayer:
             self._residency = Residency(self.num_experts, num_slots, self._policy)
         if self.captured is not None:
             self.captured.step.read_into(self._residency)
-        self._counted, self._streamed_tokens = self.counters, 0
+        self._counted, self._streamed_tokens = self.counters, None
         # Freed before the new slots are allocated: if that fails none is left, and a step says so.
         self._slots = None
         self._residency.resize(num_slots)
@@ -298,9 +310,15 @@ class OffloadedLayer:
                 self._slots.kept.keep(ids, requests, in_buffer)
 
         done = streamed.output(x, weights, routed, ids, keep)
-        self._streamed_tokens += len(x) if padding is None else (~padding).sum()
+        if padding is not None:
+            if self._streamed_tokens is None:
+                # An ordinary tensor: it is written to in and out of inference mode.
+                with torch.inference_mode(False):
+                    self._streamed_tokens = torch.zeros(1, dtype=torch.int64, device=x.device)
+            self._streamed_tokens += (~padding).sum()
         self._counted += Counters(
             steps=1,
+            tokens=len(x) if padding is None else 0,
             waves=1,
             streamed=1,
             bytes_streamed=done.copied * self.layout.nbytes,
