@@ -21,7 +21,9 @@ Surface = dict[str, dict[str, dict[str, Any]]]
 NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     # A list: a function that takes these parameters. None: a field, constant or property.
     "vllm/plugins/__init__.py": {"": {"load_general_plugins": []}},
-    "vllm/engine/arg_utils.py": {"EngineArgs": {"create_engine_config": ["self"]}},
+    "vllm/engine/arg_utils.py": {
+        "EngineArgs": {"create_engine_config": ["self"], "disable_log_stats": None}
+    },
     "vllm/v1/worker/worker_base.py": {
         "WorkerWrapperBase": {
             "__getattr__": ["self", "attr"],
@@ -66,7 +68,10 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/model_executor/layers/linear.py": {
         "UnquantizedLinearMethod": {"process_weights_after_loading": ["self", "layer"]}
     },
-    "vllm/v1/core/sched/output.py": {"SchedulerOutput": {"total_num_scheduled_tokens": None}},
+    "vllm/v1/core/sched/output.py": {
+        "SchedulerOutput": {"total_num_scheduled_tokens": None, "scheduled_cached_reqs": None},
+        "CachedRequestData": {"req_ids": None},
+    },
     "vllm/v1/outputs.py": {"AsyncModelRunnerOutput": {"get_output": ["self"]}},
     "vllm/model_executor/custom_op.py": {
         "": {"op_registry_oot": None},

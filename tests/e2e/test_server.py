@@ -32,7 +32,7 @@ def server(log: Path, *arguments: str) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--served-model-name", "demo", "--dtype", "float32"]
     command += ["--enforce-eager", "--max-model-len", 512, "--kv-cache-memory-bytes", 64 << 20]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    environment["VLLM_LOGGING_LEVEL"] = "INFO"
+    environment |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "0.5"}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*map(str, command), *arguments], stdout=out, stderr=out, env=environment
@@ -66,11 +66,26 @@ def stream(url: str) -> str:
     return "".join(texts)
 
 
+def wait_for_metrics(url: str) -> None:
+    """Until the server's own page shows hits and bytes of the worker's process."""
+    for _ in range(40):
+        page = urllib.request.urlopen(f"{url}/metrics", timeout=5).read().decode()
+        shown = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[:1] != "#")
+        hits = float(shown.get('vllm_moe_offload_hits_total{engine="0"}', 0))
+        fetched = float(shown.get('vllm_moe_offload_bytes_total{engine="0",lane="fetched"}', 0))
+        if hits and fetched:
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"no metrics of offload:\n{page[-2000:]}")
+
+
 @pytest.mark.slow
 def test_a_client_streams_the_same_text_with_and_without_offload(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with server(log, "--additional-config", json.dumps(SETTINGS)) as url:
         offloaded = stream(url)
+        wait_for_metrics(url)
+    assert "of the used experts in slots, " in log.read_text()
     assert "8 slots a layer" in log.read_text()
     with server(log) as url:
         assert stream(url) == offloaded

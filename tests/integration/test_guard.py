@@ -14,7 +14,9 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.integration.plugin import register
 
-STEP = SimpleNamespace(total_num_scheduled_tokens=5)
+STEP = SimpleNamespace(
+    total_num_scheduled_tokens=5, scheduled_cached_reqs=SimpleNamespace(req_ids=["a"])
+)
 
 
 class Runtime:
@@ -24,7 +26,8 @@ class Runtime:
         self.calls = calls
         self.error: Exception | None = None
 
-    def expect(self, rows: int) -> None:
+    def expect(self, rows: int, goes_on: bool) -> None:
+        assert goes_on
         self.calls.append(f"expect {rows}")
 
     def wake(self) -> None:
@@ -37,6 +40,9 @@ class Runtime:
 
     def reset_stats(self) -> None:
         self.calls.append("reset")
+
+    def report(self) -> None:
+        self.calls.append("report")
 
     def close(self) -> None:
         self.calls.append("close")
@@ -123,7 +129,7 @@ def test_warm_up_is_not_counted_and_the_lane_ends_after_the_worker(calls: list[s
     made = wrapper(calls, None, Runtime(calls))
     assert made.compile_or_warm_up_model() == 1.5
     made.shutdown()
-    assert calls == ["warm up", "check", "reset", "shutdown", "close"]
+    assert calls == ["warm up", "check", "reset", "report", "shutdown", "close"]
 
 
 def test_without_offload_nothing_is_in_the_way(calls: list[str]) -> None:

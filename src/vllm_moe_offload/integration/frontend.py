@@ -20,6 +20,7 @@ from vllm_moe_offload.config import (
 )
 from vllm_moe_offload.errors import ConfigError
 from vllm_moe_offload.integration.compat import check_version
+from vllm_moe_offload.integration.metrics import FOLDER_VARIABLE, offer
 from vllm_moe_offload.integration.refusals import refuse_features, refuse_settings
 
 
@@ -35,6 +36,10 @@ def install() -> None:
         config = configure(vllm_config)
         if config is not None:
             _check_engine(config)
+            if self.disable_log_stats:
+                os.environ.pop(FOLDER_VARIABLE, None)
+            else:
+                offer()
         return vllm_config
 
     for name in (*variable_names(), *ENGINE_VARIABLES):

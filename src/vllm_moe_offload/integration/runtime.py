@@ -18,6 +18,7 @@ from vllm_moe_offload.config import (
     OffloadConfig,
 )
 from vllm_moe_offload.device import Device, HostDevice
+from vllm_moe_offload.device.readout import Readout
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
@@ -25,6 +26,7 @@ from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.graphs import limit_capture_sizes, most_captured
+from vllm_moe_offload.integration.metrics import DecodeClock, Reporter, Totals, clock, reporter
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
@@ -76,6 +78,8 @@ class OffloadRuntime:
         self._share: CpuShare | None = None
         # Where layers are streamed, from when the first ones are planned.
         self._streaming: Streaming | None = None
+        self._clock = DecodeClock(MAX_CAPTURED)
+        self._reporter: Reporter | None = None
         # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
         self._slots: dict[str, int | None] = {}
 
@@ -333,8 +337,9 @@ class OffloadRuntime:
         x, weights, ids = (tensor.to(current_platform.device_type) for tensor in step)
         return x, weights, ids
 
-    def expect(self, rows: int) -> None:
-        """A step of so many rows comes next."""
+    def expect(self, rows: int, goes_on: bool) -> None:
+        """A step of so many rows comes next; goes_on: as for `DecodeClock.begin`."""
+        self._clock.begin(rows, goes_on, clock())
         if self._streaming is not None:
             self._streaming.expect(rows)
 
@@ -357,6 +362,8 @@ class OffloadRuntime:
         """No step comes any more: the CPU lane ends. May be called twice."""
         if self.prefetch is not None:
             self.prefetch.close()
+        if self._reporter is not None:
+            self._reporter.close()
         if self._share is not None:
             self._share.close()
 
@@ -386,8 +393,44 @@ class OffloadRuntime:
         if self._share is not None and self._share.rates is None:
             self._share.measure(self._layers(), self._cpu_lanes)
 
+    def report(self) -> None:
+        """From now on report what is counted, where somebody has asked for it."""
+        if self._reporter is None and self._layers():
+            self._reporter = reporter(self.totals)
+            if self._reporter is not None:
+                self._readout = Readout(torch.device(current_platform.device_type))
+                self._reporter.start()
+
+    def totals(self) -> Totals:
+        """What has been counted, for the reporter's thread; no step waits for it."""
+        layers = list(self._layers().values())
+        readings = [layer.readings() for layer in layers]
+        flat = iter(self._readout.read([t for named in readings for t in named.values()]))
+        values = [{name: next(flat) for name in named} for named in readings]
+        counted = [layer.counted(v) for layer, v in zip(layers, values, strict=True)]
+        nbytes = [layer.layout.nbytes for layer in layers]
+        both = 0.0
+        if self._share is not None and (rates := self._share.rates) is not None:
+            both = rates.fetch_beside_cpu + rates.cpu_beside_fetch
+        missed = sum(one.misses * n for (_, one), n in zip(counted, nbytes, strict=True))
+        every = [one for one, _ in counted]
+        return Totals(
+            steps=max(one.steps for one in every),
+            tokens=max(one.tokens for one in every),
+            streamed_steps=max(one.streamed for one in every),
+            hits=sum(one.hits for one in every),
+            misses=sum(one.misses for one in every),
+            bytes_fetched=sum(one.bytes_fetched for one in every),
+            bytes_cpu=sum(one.cpu_experts * n for one, n in zip(every, nbytes, strict=True)),
+            bytes_streamed=sum(one.bytes_streamed for one in every),
+            bytes_kept=sum(one.bytes_kept for one in every),
+            decode_seconds=self._clock.seconds,
+            floor_seconds=missed / both if both else 0.0,
+        )
+
     def reset_stats(self) -> None:
-        """Set every layer's counters to zero."""
+        """Set every layer's counters to zero, and the clock of decode steps."""
+        self._clock.seconds = 0.0
         for layer in self._layers().values():
             layer.reset_counters()
 

@@ -81,7 +81,10 @@ def _announced(execute: Callable[..., Any]) -> Callable[..., Any]:
     def announced(self: WorkerWrapperBase, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         runtime = self.__dict__.get(_RUNTIME)
         if runtime is not None:
-            runtime.expect(scheduler_output.total_num_scheduled_tokens)
+            runtime.expect(
+                scheduler_output.total_num_scheduled_tokens,
+                bool(scheduler_output.scheduled_cached_reqs.req_ids),
+            )
         return execute(self, scheduler_output, *args, **kwargs)
 
     return announced
@@ -106,6 +109,7 @@ def _warm_up(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
     runtime = self.__dict__.get(_RUNTIME)
     if runtime is not None:
         runtime.warmed_up()
+        runtime.report()
     return times
 
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_moe_offload.device.fetch import ExpertFetch
 from vllm_moe_offload.device.request import CpuRequest
-from vllm_moe_offload.device.step import DeviceStep
+from vllm_moe_offload.device.step import COUNTERS, DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.lanes.base import Lane
 from vllm_moe_offload.lanes.counters import Counters
@@ -167,7 +167,11 @@ class CapturedLayer:
 
     def read_counters(self) -> Counters:
         """What all steps have done since the step's counters were reset; waits for the device."""
-        return _counters(self.step, self.fetch.expert_bytes)
+        return self.counted(self.step.counters.tolist())
+
+    def counted(self, values: list[int]) -> Counters:
+        """What these values of the step's counters say."""
+        return _counters(values, self.fetch.expert_bytes)
 
     def _launch_fetch(self, wave: int, num_waves: int) -> None:
         step = self.step
@@ -211,8 +215,12 @@ class AskingLayer:
         return summed
 
     def read_counters(self) -> Counters:
-        """As `CapturedLayer.read_counters`; without slots nothing is a miss."""
-        counted = _counters(self.step, 0)
+        """As `CapturedLayer.read_counters`."""
+        return self.counted(self.step.counters.tolist())
+
+    def counted(self, values: list[int]) -> Counters:
+        """As `CapturedLayer.counted`; without slots nothing is a miss."""
+        counted = _counters(values, 0)
         counted.misses = 0
         return counted
 
@@ -224,7 +232,7 @@ def with_padding(
     return topk_ids if padding is None else topk_ids.masked_fill(padding[:, None], num_experts)
 
 
-def _counters(step: DeviceStep, expert_bytes: int) -> Counters:
-    counted = step.read_counters()
+def _counters(values: list[int], expert_bytes: int) -> Counters:
+    counted = dict(zip(COUNTERS, values, strict=True))
     copied = counted.pop("fetched") + counted["promoted"]
     return Counters(bytes_fetched=copied * expert_bytes, **counted)

@@ -22,7 +22,12 @@ _PROGRAMS = 256
 
 
 class Kept(ABC):
-    """What is kept of the streamed steps of one layer."""
+    """What is kept of the streamed steps of one layer.
+
+    `counter`: int64 ``[1]``, how many experts have been copied.
+    """
+
+    counter: torch.Tensor
 
     @abstractmethod
     def keep(
@@ -35,20 +40,13 @@ class Kept(ABC):
         experts that are not in the buffer, or None where all are.
         """
 
-    @abstractmethod
-    def count(self) -> int:
-        """How many experts have been copied; waits for the device."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Start to count anew."""
-
 
 class KeptOnDevice(Kept):
     """Decided on the device, from the state of `step`."""
 
     def __init__(self, step: DeviceStep, buffer: Tensors, slots: Tensors) -> None:
         self._decide = DeviceKeep(step)
+        self.counter = self._decide.counter
         self._copy = ExpertFetch(buffer, slots, num_programs=_PROGRAMS)
 
     @override
@@ -58,14 +56,6 @@ class KeptOnDevice(Kept):
         self._decide.launch(topk_ids, requests, in_buffer)
         self._copy.launch(self._decide.kept, self._decide.kept_count)
 
-    @override
-    def count(self) -> int:
-        return int(self._decide.counter)
-
-    @override
-    def reset(self) -> None:
-        self._decide.counter.zero_()
-
 
 class KeptByHost(Kept):
     """Decided by the host, from the state of `residency`; waits for the device."""
@@ -74,7 +64,7 @@ class KeptByHost(Kept):
         self._residency = residency
         self._buffer = buffer
         self._slots = slots
-        self._count = 0
+        self.counter = torch.zeros(1, dtype=torch.int64)
 
     @override
     def keep(
@@ -93,12 +83,4 @@ class KeptByHost(Kept):
                 for expert, slot in pairs
             ]
         )
-        self._count += len(pairs)
-
-    @override
-    def count(self) -> int:
-        return self._count
-
-    @override
-    def reset(self) -> None:
-        self._count = 0
+        self.counter[0] += len(pairs)

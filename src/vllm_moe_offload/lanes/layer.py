@@ -115,8 +115,23 @@ class OffloadedLayer:
     @property
     def counters(self) -> Counters:
         """A copy of what has been counted; waits for the device."""
-        steps, tokens, copied = self._passed.tolist()
-        counted = replace(self._counted)
+        return self.counted({name: each.tolist() for name, each in self.readings().items()})[0]
+
+    def readings(self) -> dict[str, torch.Tensor]:
+        """What the device counts, for `counted`: int64 tensors by name, to be read at any time."""
+        found = {}
+        if self._streamed is not None:
+            found["passed"] = self._passed
+        if self._slots is not None and self._slots.kept is not None:
+            found["kept"] = self._slots.kept.counter
+        if (on_device := self._on_device()) is not None:
+            found["decided"] = on_device.step.counters
+        return found
+
+    def counted(self, values: Mapping[str, list[int]]) -> tuple[Counters, Counters]:
+        """What has been counted, by what `readings` held; of it what the device decided on."""
+        counted, decided = replace(self._counted), Counters()
+        steps, tokens, copied = values.get("passed", (0, 0, 0))
         counted += Counters(
             steps=steps,
             waves=steps,
@@ -124,22 +139,19 @@ class OffloadedLayer:
             tokens=tokens,
             bytes_streamed=copied * self.layout.nbytes,
         )
-        if self._slots is not None and self._slots.kept is not None:
-            kept = self._slots.kept.count()
-            counted.kept += kept
-            counted.bytes_kept += kept * self.layout.nbytes
-        if (on_device := self._on_device()) is not None:
-            counted += on_device.read_counters()
-        return counted
+        kept = sum(values.get("kept", ()))
+        counted.kept += kept
+        counted.bytes_kept += kept * self.layout.nbytes
+        if (on_device := self._on_device()) is not None and "decided" in values:
+            decided = on_device.counted(values["decided"])
+            counted += decided
+        return counted, decided
 
     def reset_counters(self) -> None:
         """Start to count anew."""
         self._counted = Counters()
-        self._passed.zero_()
-        if self._slots is not None and self._slots.kept is not None:
-            self._slots.kept.reset()
-        if (on_device := self._on_device()) is not None:
-            on_device.step.reset_counters()
+        for tensor in self.readings().values():
+            tensor.zero_()
 
     @property
     def captured(self) -> CapturedLayer | None:

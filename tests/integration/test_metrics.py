@@ -1,0 +1,163 @@
+"""What is reported while serving: the worker's file, the collector that reads it, the log line."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess, values
+
+from vllm_moe_offload.integration import metrics
+from vllm_moe_offload.integration.metrics import (
+    DecodeClock,
+    FolderCollector,
+    Reporter,
+    Totals,
+    line,
+)
+
+NUMBERS = Totals(*range(1, len(fields(Totals)) + 1))
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def collector(registry: CollectorRegistry) -> FolderCollector:
+    collector = FolderCollector()
+    registry.register(collector)
+    return collector
+
+
+def page(registry: CollectorRegistry) -> list[str]:
+    text = generate_latest(registry).decode()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def test_what_the_worker_writes_is_collected_by_name(
+    tmp_path: Path, registry: CollectorRegistry, collector: FolderCollector
+) -> None:
+    collector.folders += [tmp_path / "of no engine", tmp_path]
+    assert page(registry) == [], "nothing is reported yet"
+    Reporter(lambda: NUMBERS, tmp_path).report()
+    got = page(registry)
+    assert f'vllm_moe_offload_hits_total{{engine="0"}} {float(NUMBERS.hits)}' in got
+    assert (
+        f'vllm_moe_offload_bytes_total{{engine="0",lane="cpu"}} {float(NUMBERS.bytes_cpu)}' in got
+    )
+    shown = sorted(float(sample.split()[1]) for sample in got)
+    assert shown == sorted(map(float, asdict(NUMBERS).values())), "each number once"
+
+
+def test_several_processes_share_what_one_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with several API servers; a reset of the statistics does not count backwards."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(shared))
+    monkeypatch.setattr(values, "ValueClass", values.ValueClass)
+    totals = [Totals(hits=5, bytes_cpu=7), Totals(hits=8, bytes_cpu=7), Totals(hits=2)]
+    reporter = Reporter(lambda: totals.pop(0), tmp_path)
+    for _ in range(3):
+        reporter.report()
+    registry = CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry)
+    got = page(registry)
+    assert 'vllm_moe_offload_hits_total{engine="0"} 10.0' in got
+    assert 'vllm_moe_offload_bytes_total{engine="0",lane="cpu"} 7.0' in got
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    lines: list[str] = []
+    monkeypatch.setattr(metrics.logger, "info", lambda text, *given: lines.append(text % given))
+    yield lines
+
+
+def test_the_thread_reports_every_interval_until_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.02")
+    steps = iter(range(3, 10**6))
+    reporter = Reporter(lambda: Totals(steps=next(steps)), tmp_path)
+    reporter.start()
+    until = time.monotonic() + 20
+    while len(said) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    reporter.close()
+    reporter.close()
+    count = len(said)
+    time.sleep(0.1)
+    assert len(said) == count >= 3
+    assert said[0].startswith("moe_offload: 3 steps, ") and said[1].startswith(
+        "moe_offload: 1 steps, "
+    )
+
+
+def test_an_interval_without_a_step_is_not_worth_a_line(tmp_path: Path, said: list[str]) -> None:
+    reporter = Reporter(lambda: Totals(steps=3), tmp_path)
+    reporter.report()
+    reporter.report()
+    assert len(said) == 1
+
+
+def test_the_line_says_hits_lanes_and_how_near_the_floor() -> None:
+    since = Totals(
+        steps=100, streamed_steps=2, hits=30, misses=10, bytes_fetched=2 * 10**9,
+        bytes_cpu=3 * 10**9, bytes_streamed=4 * 10**9, decode_seconds=2.0, floor_seconds=1.5,
+    )  # fmt: skip
+    assert line(since) == (
+        "100 steps, 75.0% of the used experts in slots, 2.00 GB fetched, 3.00 GB on the CPU, "
+        "4.00 GB streamed in 2 steps, decode at 75% of its floor"
+    )
+    assert "floor" not in line(Totals(steps=1, decode_seconds=1.0)), "no rates were measured"
+
+
+def test_the_clock_leaves_idle_times_and_large_steps_out() -> None:
+    clock = DecodeClock(64)
+    for rows, goes_on, now in (
+        (500, False, 0.0),  # a prompt
+        (1, True, 5.0),  # its decodes
+        (1, True, 6.0),
+        (8, True, 7.5),
+        (1, False, 100.0),  # after a pause
+        (65, True, 101.0),
+        (1, True, 150.0),
+    ):
+        clock.begin(rows, goes_on, now)
+    assert clock.seconds == 1.0 + 1.5 + 1.0
+
+
+def test_nobody_who_asks_gets_no_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(metrics.FOLDER_VARIABLE, raising=False)
+    assert metrics.reporter(Totals) is None
+    monkeypatch.setenv(metrics.FOLDER_VARIABLE, str(tmp_path / "gone"))
+    assert metrics.reporter(Totals) is None
+    monkeypatch.setenv(metrics.FOLDER_VARIABLE, str(tmp_path))
+    assert metrics.reporter(Totals) is not None
+
+
+def test_every_engine_of_a_process_is_collected_from_its_own_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(metrics.FOLDER_VARIABLE, "")
+    monkeypatch.setattr(metrics, "_collector", None)
+    registry = CollectorRegistry()
+    monkeypatch.setattr(metrics, "REGISTRY", registry)
+    for hits in (3, 4):
+        metrics.offer()
+        totals = Totals(hits=hits)
+        folder = Path(os.environ[metrics.FOLDER_VARIABLE])
+        Reporter(lambda totals=totals: totals, folder).report()
+    got = page(registry)
+    assert 'vllm_moe_offload_hits_total{engine="0"} 3.0' in got
+    assert 'vllm_moe_offload_hits_total{engine="1"} 4.0' in got
