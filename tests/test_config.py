@@ -81,6 +81,11 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"mode": "stream", "cache_topk": 2}, r"mode='stream' leaves no choice.*cache_topk"),
         ({"mode": "cache", "cache_topk": 2}, r"mode='cache' leaves no choice.*cache_topk"),
         ({"mode": "cpu", "update_expert_num": 2}, r"mode='cpu' leaves no choice.*update_expert"),
+        (
+            {"mode": "cache", "correct_rates": "off"},
+            r"mode='cache' leaves no choice.*correct_rates",
+        ),
+        ({"correct_rates": "on"}, r"correct_rates='on'"),
         ({"cache_topk": 0}, r"cache_topk=0: give at least 1"),
         ({"mode": "hybrid", "update_expert_num": 0}, r"update_expert_num=0: give at least 1"),
         ({"policy": "clock"}, r"policy='clock'.*'lfru', 'lru', 'lfu' or 'static'"),

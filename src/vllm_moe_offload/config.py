@@ -39,6 +39,8 @@ PLUGIN_NAMES = frozenset({"moe_offload", "cpu_offload_moe"})
 Mode = Literal["auto", "cache", "hybrid", "cpu", "stream"]
 # Those in which the misses of a step are split between fetching and the CPU.
 SPLIT_MODES = ("auto", "hybrid")
+# How they are split: of no use in the other modes.
+SPLIT_SETTINGS = ("cache_topk", "update_expert_num", "correct_rates")
 # What decides which parameters beside the experts are prefetched; all else here is of experts.
 PREFETCH_SETTINGS = ("group_size", "num_in_group", "prefetch_step", "params")
 # Those without slots, and why.
@@ -87,6 +89,12 @@ class OffloadConfig(BaseModel):
         default="auto",
         description="In the modes auto and hybrid: at most so many experts are fetched a layer a "
         "step; auto: as many as the measured rates say. In steps of up to 64 rows.",
+    )
+    correct_rates: Literal["auto", "off"] = Field(
+        default="auto",
+        description="In the modes auto and hybrid: the rates by which misses are split, measured "
+        "at start-up, are corrected every few seconds by how long both lanes took; off: they stay "
+        "as measured.",
     )
     stream_threshold: int | Literal["auto", "off"] = Field(
         default="auto",
@@ -165,7 +173,7 @@ class OffloadConfig(BaseModel):
                 "slots_per_layer and gpu_memory_gib both size the slots: give one of them"
             )
         if self.mode not in SPLIT_MODES:
-            for name in ("cache_topk", "update_expert_num"):
+            for name in SPLIT_SETTINGS:
                 if getattr(self, name) != "auto":
                     raise ValueError(
                         f"mode={self.mode!r} leaves no choice between fetching and the CPU, so "

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.device.kernels import DEVICE, INTERPRETED, marked, on_host, run_interpreted
 from vllm_moe_offload.device.cuda import CudaDevice
 from vllm_moe_offload.device.fetch import ExpertFetch
+from vllm_moe_offload.device.streams import Stopwatch
 from vllm_moe_offload.experts import ExpertLayout, TensorSpec
 from vllm_moe_offload.host.store import HostStore
 
@@ -156,6 +157,29 @@ def test_a_captured_fetch_from_registered_memory_follows_the_list(name: str) -> 
         case.set(pairs)
         graph.replay()
         case.check(pairs)
+
+
+@marked
+def test_it_says_how_long_it_was_busy() -> None:
+    host = {"w": on_host(torch.zeros(8, 1 << (10 if INTERPRETED else 22), dtype=torch.int32))}
+    slots = {"w": torch.ones(4, host["w"].shape[1], dtype=torch.int32, device=DEVICE)}
+    fetch = ExpertFetch(host, slots)
+    pairs = torch.tensor([[e, e] for e in range(4)], dtype=torch.int32, device=DEVICE)
+    none, all_of_them = (torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in (0, 4))
+    fetch.launch(pairs, none)
+    assert int(fetch.busy_ns) == 0
+    fetch.launch(pairs, all_of_them)  # compiles
+    before = int(fetch.busy_ns)
+    watch = Stopwatch(DEVICE)
+    watch.start()
+    for _ in range(3):
+        fetch.launch(pairs, all_of_them)
+        fetch.launch(pairs, none)
+    watch.stop()
+    seconds = (int(fetch.busy_ns) - before) / 1e9
+    assert 0 < seconds <= watch.seconds()
+    if not INTERPRETED:
+        assert seconds >= 0.8 * watch.seconds()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")

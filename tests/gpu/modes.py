@@ -46,7 +46,8 @@ class Modes:
         config = OffloadConfig.parse({"mode": mode, **limits})
         share = self._runtime._share
         self._runtime.config = share._config = config
-        share.rates = EVEN if mode == "hybrid" else self._rates
+        share.rates_now = EVEN if mode == "hybrid" else self._rates
+        share._meter = None  # the split is to stay as it is
         for checked, request in zip(self._layers, self._requests, strict=True):
             layer, top_k = checked.layer, checked.module.top_k
             layer._is_in_graph = False

@@ -125,14 +125,18 @@ def test_every_mode_in_graphs_and_without(
             modes.capture()
             if not by.accepts(f"{mode}, captured", draw_counted(llm, mode)):
                 wrong.append(f"{mode}, captured")
-        for mode, fault in (("auto", "one expert dropped"), ("cache", "two experts swapped")):
-            with pytest.MonkeyPatch.context() as patch:
-                FAULTS[fault](patch)
-                modes.to(mode, num_slots)
-                if mode == "auto":
-                    modes.capture()
-                if by.accepts(f"{mode}: {fault}", draw(llm)):
-                    unnoticed.append(fault)
+        with pytest.MonkeyPatch.context() as patch:
+            FAULTS["two experts swapped"](patch)
+            modes.to("cache", num_slots)
+            with modes.eagerly():
+                if by.accepts("cache, eager: two experts swapped", draw(llm)):
+                    unnoticed.append("two experts swapped")
+        with pytest.MonkeyPatch.context() as patch:
+            FAULTS["one expert dropped"](patch)
+            modes.to("auto", num_slots)
+            modes.capture()
+            if by.accepts("auto, captured: one expert dropped", draw(llm)):
+                unnoticed.append("one expert dropped")
     vllm_envs.disable_envs_cache()
     print(f"{name}: {time.perf_counter() - began:.0f} s")
     assert not wrong

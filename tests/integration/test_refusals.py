@@ -133,6 +133,7 @@ def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"mode": "hybrid"}, "mode='hybrid'"),
         ({"cache_topk": 2}, "cache_topk"),
+        ({"correct_rates": "off"}, "correct_rates"),
         ({"mode": "hybrid", "update_expert_num": 1}, "mode='hybrid', update_expert_num"),
     ],
 )

@@ -17,7 +17,7 @@ from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.integration import share as module
 from vllm_moe_offload.integration.share import CpuShare
-from vllm_moe_offload.planning import LaneRates
+from vllm_moe_offload.planning import LaneRates, LaneUse
 
 RATES = LaneRates(fetch=50e9, cpu=100e9, fetch_beside_cpu=50e9, cpu_beside_fetch=100e9)
 CPU = torch.device("cpu")
@@ -69,11 +69,60 @@ def test_the_largest_layer_is_measured_and_all_are_split_by_it(
     assert layers["all"].limits is None, "it has no misses"
 
 
+class Meter:
+    """Says what it is told."""
+
+    def __init__(self) -> None:
+        self.use: LaneUse | None = None
+        self.restarts = 0
+
+    def read(self) -> LaneUse | None:
+        return self.use
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_the_split_is_corrected_by_what_the_lanes_did(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meter = Meter()
+    monkeypatch.setattr(module, "measure_rates", lambda *a: RATES)
+    monkeypatch.setattr(module, "LaneMeter", lambda *a: meter)
+    layers = {"a": Layer(4, 8, 10), "b": Layer(2, 8, 30)}
+    lanes = {name: SimpleNamespace(plan=None) for name in layers}
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="hybrid", correct_rates=setting)
+        share.correct()
+        share.measure(layers, lanes)  # type: ignore[arg-type]
+        before = layers["a"].limits
+        share.correct()
+        assert layers["a"].limits is before and share.rates_now == RATES
+        # As expected, and then the CPU at a quarter of its rate.
+        meter.use = LaneUse(50e9, 1.0, 100e9, 1.0)
+        share.correct()
+        assert layers["a"].limits is before and share.corrections == 0
+        meter.use = LaneUse(50e9, 1.0, 100e9, 4.0)
+        share.correct()
+        share.restart()
+        share.close()
+        share.correct()
+    assert share.rates == RATES
+    assert meter.restarts == share.corrections == (setting == "auto")
+    if setting == "off":
+        assert layers["a"].limits is before
+    else:
+        assert share.rates_now.cpu == 50e9
+        assert layers["a"].limits.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert layers["b"].limits is layers["a"].limits, "one table for all layers of a size"
+
+
 def test_a_limit_on_the_experts_fetched_is_kept() -> None:
     with CpuExpertEngine(threads=1) as engine:
         share = made(engine, mode="hybrid", update_expert_num=2)
         assert share.split(12)[0].max() == 2, "before there are rates"
-        share.rates = RATES
+        share.rates_now = RATES
         limits, promotions = share.split(12)
         assert limits.max() == (limits + promotions).max() == 2
         share.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from vllm_moe_offload.config import OffloadConfig
+from vllm_moe_offload.config import SPLIT_SETTINGS, OffloadConfig
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.integration.compat import loses_errors_of_outputs
 
@@ -112,7 +112,7 @@ def refuse_settings(config: OffloadConfig) -> None:
     """Raise UnsupportedError for settings that need a GPU where there is none."""
     if not current_platform.is_cpu():
         return
-    split = [n for n in ("cache_topk", "update_expert_num") if getattr(config, n) != "auto"]
+    split = [n for n in SPLIT_SETTINGS if getattr(config, n) != "auto"]
     if config.mode == "hybrid":
         split.insert(0, "mode='hybrid'")
     if split:

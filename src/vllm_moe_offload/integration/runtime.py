@@ -340,6 +340,8 @@ class OffloadRuntime:
     def expect(self, rows: int, goes_on: bool) -> None:
         """A step of so many rows comes next; goes_on: as for `DecodeClock.begin`."""
         self._clock.begin(rows, goes_on, clock())
+        if self._share is not None:
+            self._share.correct()
         if self._streaming is not None:
             self._streaming.expect(rows)
 
@@ -390,8 +392,10 @@ class OffloadRuntime:
             layer.check_resize(slots_per_layer)
         for layer in layers:
             layer.resize(slots_per_layer)
-        if self._share is not None and self._share.rates is None:
-            self._share.measure(self._layers(), self._cpu_lanes)
+        if self._share is not None:
+            self._share.restart()
+            if self._share.rates is None:
+                self._share.measure(self._layers(), self._cpu_lanes)
 
     def report(self) -> None:
         """From now on report what is counted, where somebody has asked for it."""
@@ -433,12 +437,15 @@ class OffloadRuntime:
         self._clock.seconds = 0.0
         for layer in self._layers().values():
             layer.reset_counters()
+        if self._share is not None:
+            self._share.restart()
 
     def stats(self) -> dict[str, Any]:
         """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes.
 
         The totals are sums over the layers, but for steps and tokens: every layer sees each once.
         `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split;
+        `rates_now`: those the split is made by, after so many `rate_corrections` in service;
         `buffer_bytes`: what the buffers of streamed layers take of the device's memory beside
         `device_bytes`; `stream_threshold`: the most rows of a step that is not streamed, or None;
         `prefetch`: see `GroupOffloader.stats`, None without group prefetch.
@@ -459,11 +466,15 @@ class OffloadRuntime:
             }
         total.steps = max((layer["steps"] for layer in layers.values()), default=0)
         total.tokens = max((layer["tokens"] for layer in layers.values()), default=0)
-        rates = self._share.rates if self._share is not None else None
+        share = self._share
+        rates = share.rates if share is not None else None
+        rates_now = share.rates_now if share is not None else None
         return {
             **asdict(total),
             "mode": self._mode,
             "rates": asdict(rates) if rates is not None else None,
+            "rates_now": asdict(rates_now) if rates_now is not None else None,
+            "rate_corrections": share.corrections if share is not None else 0,
             "cpu_threads": self.engine.threads,
             "isa": self.engine.isa,
             "device_bytes": sum(layer["device_bytes"] for layer in layers.values()),

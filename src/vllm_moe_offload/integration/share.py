@@ -14,9 +14,21 @@ from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.device.request import CpuRequest
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import ConfigError
-from vllm_moe_offload.lanes import MAX_CAPTURED, CpuLane, EngineLane, OffloadedLayer
+from vllm_moe_offload.lanes import (
+    MAX_CAPTURED,
+    CapturedLayer,
+    CpuLane,
+    EngineLane,
+    OffloadedLayer,
+)
+from vllm_moe_offload.lanes.meter import LaneMeter
 from vllm_moe_offload.lanes.rates import measure_rates
-from vllm_moe_offload.planning import LaneRates, fetch_limits, promotion_limits
+from vllm_moe_offload.planning import (
+    LaneRates,
+    correct_rates,
+    fetch_limits,
+    promotion_limits,
+)
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -25,14 +37,22 @@ _MOST_LAYERS = 1024
 
 
 class CpuShare:
-    """The CPU lane, and how many misses it leaves to be fetched. Made where there is a GPU."""
+    """The CPU lane, and how many misses it leaves to be fetched. Made where there is a GPU.
+
+    `rates`: as measured at start-up; `rates_now`: those the split is made by; both None before.
+    `corrections`: how often another split was made because of what the lanes had done.
+    """
 
     def __init__(
         self, config: OffloadConfig, engine: CpuExpertEngine, device: torch.device
     ) -> None:
         self.rates: LaneRates | None = None
+        self.rates_now: LaneRates | None = None
+        self.corrections = 0
         self._config = config
         self._device = device
+        self._layers: dict[str, OffloadedLayer] = {}
+        self._meter: LaneMeter | None = None
         self._lane: CpuLane | None = None
         if config.mode not in ("cache", "stream"):
             self._lane = CpuLane(
@@ -56,17 +76,17 @@ class CpuShare:
         return most
 
     def split(self, num_experts: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """What is fetched and what is promoted by the measured rates, for `CapturedLayer.split`.
+        """What is fetched and what is promoted by the rates now, for `CapturedLayer.split`.
 
         Before they are measured half is fetched and nothing promoted.
         """
         asked = self._config.update_expert_num
         most = num_experts if asked == "auto" else asked
-        if self.rates is None:
+        if self.rates_now is None:
             half = np.minimum(np.arange(num_experts + 1) // 2, most)
             return half, np.zeros_like(half)
-        limits = fetch_limits(self.rates, num_experts, most)
-        return limits, promotion_limits(self.rates, limits, most)
+        limits = fetch_limits(self.rates_now, num_experts, most)
+        return limits, promotion_limits(self.rates_now, limits, most)
 
     def measure(
         self, layers: Mapping[str, OffloadedLayer], lanes: Mapping[str, EngineLane]
@@ -75,11 +95,8 @@ class CpuShare:
 
         `lanes`: over the host memory of the same layers.
         """
-        split = {
-            name: captured
-            for name, layer in layers.items()
-            if (captured := layer.captured) is not None and layer.num_slots < layer.num_experts
-        }
+        self._layers = dict(layers)
+        split = self._split_layers()
         if self._lane is None or not split:
             return
         name = max(split, key=lambda name: layers[name].host_bytes)
@@ -88,8 +105,9 @@ class CpuShare:
             captured.fetch, captured.step.num_slots, lanes[name].plan, self._device
         )
         layers[name].invalidate()
-        for captured in split.values():
-            captured.split(*self.split(captured.step.num_experts))
+        self._split_by(self.rates)
+        if self._config.correct_rates == "auto":
+            self._meter = LaneMeter(lambda: list(self._split_layers().values()), self._lane)
         rates = {lane: rate / 1e9 for lane, rate in asdict(self.rates).items()}
         fetched, promoted = (
             ", ".join(map(str, table[1:9])) for table in self.split(layers[name].num_experts)
@@ -105,6 +123,38 @@ class CpuShare:
             promoted,
         )
 
+    def correct(self) -> None:
+        """Between steps: now and then, another split by what the lanes have done; never waits."""
+        if self._meter is None or (use := self._meter.read()) is None:
+            return
+        assert self.rates is not None and self.rates_now is not None
+        rates = correct_rates(self.rates_now, self.rates, use)
+        if rates != self.rates_now:
+            self._split_by(rates)
+            self.corrections += 1
+
+    def restart(self) -> None:
+        """What the layers have counted is forgotten, or the slots are others."""
+        if self._meter is not None:
+            self._meter.restart()
+
+    def _split_by(self, rates: LaneRates) -> None:
+        self.rates_now = rates
+        tables: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        for captured in self._split_layers().values():
+            num_experts = captured.step.num_experts
+            if num_experts not in tables:
+                tables[num_experts] = self.split(num_experts)
+            captured.split(*tables[num_experts])
+
+    def _split_layers(self) -> dict[str, CapturedLayer]:
+        """Those whose misses both lanes may take."""
+        return {
+            name: captured
+            for name, layer in self._layers.items()
+            if (captured := layer.captured) is not None and layer.num_slots < layer.num_experts
+        }
+
     def wake(self) -> None:
         """Before a step is launched: the lane watches for its requests."""
         if self._lane is not None:
@@ -117,6 +167,7 @@ class CpuShare:
 
     def close(self) -> None:
         """No step comes any more: the lane ends. May be called twice."""
+        self._meter = None
         if self._lane is not None:
             self._lane.close()
             self._lane = None

@@ -1,5 +1,6 @@
 """How many slots each layer gets, and what each lane: from shapes, memory and measured rates."""
 
+from vllm_moe_offload.planning.correction import LaneUse, correct_rates
 from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, plan_slots
 from vllm_moe_offload.planning.split import LaneRates, fetch_limits, promotion_limits
 from vllm_moe_offload.planning.stream import plan_with_buffers, stream_threshold
@@ -7,9 +8,11 @@ from vllm_moe_offload.planning.tail import TailRates, experts_for_cpu
 
 __all__ = [
     "LaneRates",
+    "LaneUse",
     "LayerShape",
     "SlotPlan",
     "TailRates",
+    "correct_rates",
     "experts_for_cpu",
     "fetch_limits",
     "plan_slots",

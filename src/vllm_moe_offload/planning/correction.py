@@ -1,0 +1,63 @@
+"""The rates of the lanes, corrected by what these have done while serving."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from vllm_moe_offload.planning.split import LaneRates
+
+# What is seen of a lane is an average over all kinds of steps, and which of its time the other one
+# ran beside it is not seen: up to so much off is as good as right.
+_TOLERANCE = 1.15
+# How much of what it is off is corrected at once, as an exponent.
+_DAMPING = 0.5
+# A lane is believed to be at most so many times as fast, or as slow, as it was measured.
+_MOST = 4.0
+# A lane that was busy for less than this is not judged by it.
+_LEAST_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    """Bytes of experts that each lane has moved or computed, and the seconds it was busy."""
+
+    fetched: float = 0.0
+    fetch_seconds: float = 0.0
+    computed: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def __sub__(self, other: LaneUse) -> LaneUse:
+        return LaneUse(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def correct_rates(rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRates:
+    """Rates that are closer to what `use` shows than `rates`, those the split was made by.
+
+    What a lane took is compared with what it would have taken by `rates`, the lanes beside each
+    other as far as they could be. Both rates of a lane are scaled by one factor, so that how much
+    the lanes slow each other down stays as `measured`. A lane that is about as expected, or was
+    hardly used, keeps its rates, and none leaves `measured` by more than a factor of four.
+    """
+    beside = min(use.fetched / rates.fetch_beside_cpu, use.computed / rates.cpu_beside_fetch)
+    fetch = beside + (use.fetched - beside * rates.fetch_beside_cpu) / rates.fetch
+    cpu = beside + (use.computed - beside * rates.cpu_beside_fetch) / rates.cpu
+    bus_level = _level(rates.fetch / measured.fetch, fetch, use.fetch_seconds)
+    cpu_level = _level(rates.cpu / measured.cpu, cpu, use.cpu_seconds)
+    return LaneRates(
+        fetch=measured.fetch * bus_level,
+        cpu=measured.cpu * cpu_level,
+        fetch_beside_cpu=measured.fetch_beside_cpu * bus_level,
+        cpu_beside_fetch=measured.cpu_beside_fetch * cpu_level,
+    )
+
+
+def _level(level: float, expected: float, seconds: float) -> float:
+    """By what a lane's measured rates are to be multiplied, `level` until now."""
+    if seconds < _LEAST_SECONDS or expected <= 0:
+        return level
+    off = expected / seconds
+    if 1 / _TOLERANCE <= off <= _TOLERANCE:
+        return level
+    return float(np.clip(level * off**_DAMPING, 1 / _MOST, _MOST))

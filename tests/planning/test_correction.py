@@ -1,0 +1,103 @@
+"""Rates that are wrong become those of the machine, and rates that are right stay.
+
+The machine is simulated step by step from its true rates, exactly; what it does is the oracle of
+what a split by other rates costs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_moe_offload.planning import LaneRates, LaneUse, correct_rates, fetch_limits
+
+EXPERTS = 32
+H200 = LaneRates(fetch=51.0, cpu=90.0, fetch_beside_cpu=46.0, cpu_beside_fetch=84.0)
+
+
+def scaled(rates: LaneRates, bus: float, cpu: float) -> LaneRates:
+    return LaneRates(
+        rates.fetch * bus,
+        rates.cpu * cpu,
+        rates.fetch_beside_cpu * bus,
+        rates.cpu_beside_fetch * cpu,
+    )
+
+
+def serve(true: LaneRates, limits: np.ndarray, misses: np.ndarray) -> tuple[float, LaneUse]:
+    """Seconds that steps of so many misses take, and what their lanes have done."""
+    fetched = limits[misses].astype(float)
+    left = misses - fetched
+    beside = np.minimum(fetched / true.fetch_beside_cpu, left / true.cpu_beside_fetch)
+    bus = beside + (fetched - beside * true.fetch_beside_cpu) / true.fetch
+    cpu = beside + (left - beside * true.cpu_beside_fetch) / true.cpu
+    use = LaneUse(fetched.sum(), bus.sum(), left.sum(), cpu.sum())
+    return float(np.maximum(bus, cpu).sum()), use
+
+
+def drawn(rng: np.random.Generator, mean: float) -> np.ndarray:
+    """How many misses each of many steps has."""
+    return np.minimum(rng.poisson(mean, 400), EXPERTS)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    bus=st.floats(0.3, 3.0),
+    cpu=st.floats(0.3, 3.0),
+    mean=st.sampled_from([2.0, 6.0, 20.0]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_split_by_wrong_rates_becomes_the_machines(
+    bus: float, cpu: float, mean: float, seed: int
+) -> None:
+    rng, true, rates = np.random.default_rng(seed), scaled(H200, bus, cpu), H200
+    for _ in range(12):
+        _, use = serve(true, fetch_limits(rates, EXPERTS), drawn(rng, mean))
+        rates = correct_rates(rates, H200, use)
+    misses = drawn(rng, mean)
+    best, _ = serve(true, fetch_limits(true, EXPERTS), misses)
+    wrong, _ = serve(true, fetch_limits(H200, EXPERTS), misses)
+    got, _ = serve(true, fetch_limits(rates, EXPERTS), misses)
+    assert got <= max(1.1 * best, best + 0.25 * (wrong - best))
+    assert got <= 1.02 * wrong
+
+
+@given(mean=st.floats(1.0, 25.0), seed=st.integers(0, 2**32 - 1))
+def test_right_rates_stay_whatever_the_steps(mean: float, seed: int) -> None:
+    """Though of the sums it is not known how long the lanes ran beside each other."""
+    rng = np.random.default_rng(seed)
+    _, use = serve(H200, fetch_limits(H200, EXPERTS), drawn(rng, mean))
+    assert correct_rates(H200, H200, use) == H200
+
+
+@settings(max_examples=60, deadline=None)
+@given(mean=st.sampled_from([2.0, 6.0, 20.0]), seed=st.integers(0, 2**32 - 1))
+def test_noise_costs_next_to_nothing(mean: float, seed: int) -> None:
+    """Each window's lanes a fifth faster or slower than they are on average."""
+    rng, rates, taken, best = np.random.default_rng(seed), H200, 0.0, 0.0
+    for _ in range(40):
+        true = scaled(H200, *np.exp(rng.uniform(-0.2, 0.2, 2)))
+        misses = drawn(rng, mean)
+        seconds, use = serve(true, fetch_limits(rates, EXPERTS), misses)
+        taken += seconds
+        best += serve(true, fetch_limits(H200, EXPERTS), misses)[0]
+        rates = correct_rates(rates, H200, use)
+    assert taken <= 1.03 * best
+
+
+def test_a_lane_that_was_hardly_used_keeps_its_rates() -> None:
+    use = LaneUse(fetched=1e-3, fetch_seconds=0.019, computed=90.0, cpu_seconds=2.0)
+    rates = correct_rates(H200, H200, use)
+    assert (rates.fetch, rates.fetch_beside_cpu) == (H200.fetch, H200.fetch_beside_cpu)
+    assert rates.cpu == pytest.approx(H200.cpu / 2**0.5, rel=0.01)
+    assert rates.cpu_beside_fetch / rates.cpu == pytest.approx(84 / 90)
+    assert correct_rates(H200, H200, LaneUse()) == H200
+
+
+def test_no_lane_leaves_what_was_measured_by_more_than_four() -> None:
+    rates = H200
+    for _ in range(20):
+        rates = correct_rates(rates, H200, LaneUse(1.0, 5.0, 5000.0, 0.1))
+    assert (rates.fetch, rates.cpu) == (H200.fetch / 4, H200.cpu * 4)
