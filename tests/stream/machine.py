@@ -47,6 +47,11 @@ class Machine:
             else:
                 raise AssertionError("the streams wait for each other")
 
+    def finish_copying(self) -> None:
+        """What is left of the copies, when nothing is being computed."""
+        while self._queues[COPYING]:
+            assert self._queues[COPYING].pop(0)() is not False
+
 
 class LateMark:
     """A mark of such a machine."""

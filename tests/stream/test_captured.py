@@ -166,6 +166,7 @@ def test_a_replay_comes_after_the_copies_of_a_step_that_was_not_run(delay: str) 
     model.streamer.end()
     model.replay()
     model.machine.finish()
+    model.machine.finish_copying()
     assert model.layers[0].buffer["v"].isnan().all(), "and not overwritten by them"
 
 

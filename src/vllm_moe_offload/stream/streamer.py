@@ -196,10 +196,10 @@ class LayerStreamer:
         x: [T, H]; topk_weights: float32 [T, K]; routed: int32 [T, K] in 0..E-1, rows of padding
         too; topk_ids: the same with E for these; keep: may copy from the buffer to the slots.
         """
-        is_alone = self._is_alone()
-        if is_alone or self._next != layer.number:
+        if self._next != layer.number:
             self.begin(layer.number)
-        following = None if is_alone or layer.number + 1 == self.num_layers else layer.number + 1
+        is_last = layer.number + 1 == self.num_layers or self._is_alone()
+        following = None if is_last else layer.number + 1
         # Set again at the end: after an error the step does not go on.
         self._next = None
         buffer, tail = self._buffers[layer.number % 2], self.tail
