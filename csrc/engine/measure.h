@@ -11,8 +11,8 @@ namespace moe {
 // Seconds to read `bytes` of memory once, all threads sharing the work.
 double read_seconds(Engine& engine, const void* memory, int64_t bytes);
 
-// Multiply-adds of bf16 a second, all threads issuing `count` tile products each that wait for
-// nothing. 0 where the engine's instruction set has no tiles.
+// Multiply-adds of bf16 a second, all threads issuing tile products that wait for nothing, about
+// `count` each. 0 where the engine's instruction set has no tiles.
 double tile_multiply_adds(Engine& engine, int64_t count);
 
 }  // namespace moe

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <new>
@@ -17,10 +18,9 @@ constexpr int64_t kScratchBytes = int64_t{1} << 30;
 // Tasks a thread should find in a phase, so that the last ones to end do not keep it waiting long.
 constexpr int64_t kTasksPerThread = 16;
 
-// Where many tokens are packed the tasks are fewer and of more rows: each reads all of its group's
-// tokens, from the cache that the cores share, and should use them for many rows.
-constexpr int64_t kPackedTasksPerThread = 4;
-constexpr int64_t kPackedRows = 8 * kRowBlock;
+// Where tokens are packed, the most rows of a task: the results of as many are kept from one panel
+// of columns to the next.
+constexpr int64_t kPackedRows = 16 * kRowBlock;
 
 constexpr int64_t kPrepareTokens = 16;
 
@@ -36,22 +36,28 @@ int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) 
 int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
 
 // Rows of a task when `rows` rows are cut for each of `repeats` groups.
-int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads, bool packed) {
-  const int64_t tasks = threads * (packed ? kPackedTasksPerThread : kTasksPerThread);
-  const int64_t wanted = rows * repeats / tasks;
-  const int64_t unit = packed ? kRowBlock : kRowAlign;
-  return std::clamp(wanted / unit * unit, unit, packed ? kPackedRows : kRowBlock);
+int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads) {
+  const int64_t wanted = rows * repeats / (threads * kTasksPerThread);
+  return std::clamp(wanted / kRowAlign * kRowAlign, kRowAlign, kRowBlock);
 }
 
-// Rows of a task of w2. It reads the inner rows of all groups, most of them from other cores'
-// caches: from `kManyTokens` a group on that is more than it reads of weights, and every thread
-// gets one task alone.
-int64_t down_rows_per_task(int64_t rows, int64_t tokens_a_group, int64_t threads, bool packed) {
-  constexpr int64_t kManyTokens = 128;
-  if (packed && tokens_a_group >= kManyTokens) {
-    return round_up(ceil_div(rows, threads), kRowBlock);
+// The same where tokens are packed. Each task reads all of its group's tokens, from the cache that
+// the cores share, which takes about as long as half as many rows of weights do; and when the last
+// ones end, the other threads have waited for half a task. So tasks are few and of many rows, at
+// most `most`, and as many as the threads can share out evenly.
+int64_t packed_rows_per_task(int64_t rows, int64_t repeats, int64_t threads, int64_t tokens_a_group,
+                             int64_t most) {
+  int64_t best = kRowBlock;
+  int64_t best_time = std::numeric_limits<int64_t>::max();
+  for (int64_t size = std::min(most, round_up(rows, kRowBlock)); size > 0; size -= kRowBlock) {
+    const int64_t turns = ceil_div(ceil_div(rows, size) * repeats, threads);
+    const int64_t time = (2 * turns + 1) * (2 * size + tokens_a_group);
+    if (time < best_time) {
+      best = size;
+      best_time = time;
+    }
   }
-  return rows_per_task(rows, 1, threads, packed);
+  return best;
 }
 
 // One a core less what vLLM's own process needs: its engine thread is busy while ours compute. With
@@ -247,7 +253,7 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
                        .accumulate = job.accumulate,
                        .rounded = job.out_bf16 ? static_cast<Bf16*>(job.out) + first : nullptr},
               .source_stride = source_stride,
-              .prepare_tasks = ceil_div(end - begin, kPrepareTokens),
+              .prepare_tasks = pairs.all_packed() ? 0 : ceil_div(end - begin, kPrepareTokens),
               .block_group = pairs.block_group(),
               .up_rows = 0,
               .node_blocks = engine_->node_blocks_,
@@ -256,8 +262,16 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
               .buffers = buffers,
               .buffer_stride = buffer_stride_};
   const int64_t inner_rows = job.inner_end - job.inner_begin;
+  int64_t all_pairs = 0;
+  for (int64_t g = 0; g < pairs.group_count(); ++g) all_pairs += pairs.groups()[g].count;
+  const int64_t tokens_a_group = all_pairs / std::max<int64_t>(1, pairs.group_count());
   const bool packed = pairs.block_count() > 0;
-  chunk.up_rows = rows_per_task(inner_rows, pairs.group_count(), pool.threads(), packed);
+  chunk.up_rows = packed ? packed_rows_per_task(inner_rows, pairs.group_count(), pool.threads(),
+                                                tokens_a_group, kPackedRows / 2)
+                         : rows_per_task(inner_rows, pairs.group_count(), pool.threads());
+  chunk.down_rows =
+      packed ? packed_rows_per_task(layer_.hidden, 1, pool.threads(), tokens_a_group, kPackedRows)
+             : rows_per_task(layer_.hidden, 1, pool.threads());
   const int64_t blocks = ceil_div(inner_rows, chunk.up_rows);
   int64_t threads = 0;
   for (size_t node = 0; node < pool.node_threads().size(); ++node) {
@@ -265,11 +279,6 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
     engine_->node_blocks_[node] = blocks * threads / pool.threads();
     engine_->node_ends_[node] = engine_->node_blocks_[node] * pairs.group_count();
   }
-  int64_t all_pairs = 0;
-  for (int64_t g = 0; g < pairs.group_count(); ++g) all_pairs += pairs.groups()[g].count;
-  chunk.down_rows = down_rows_per_task(
-      layer_.hidden, all_pairs / std::max<int64_t>(1, pairs.group_count()), pool.threads(), packed);
-
   const Phase phases[] = {
       {chunk.prepare_tasks + pairs.block_count(), prepare_task},
       {blocks * pairs.group_count(), up_task, engine_->node_ends_.data()},
@@ -277,7 +286,7 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
   };
   // One task is quicker done here than shared out with a barrier after it.
   const int first_phase = phases[0].count > 1 ? 0 : 1;
-  if (first_phase == 1) prepare_task(&chunk, 0, 0);
+  if (phases[0].count == 1) prepare_task(&chunk, 0, 0);
   pool.run(phases + first_phase, 3 - first_phase, &chunk);
   PhaseSeconds& seconds = engine_->seconds_;
   if (first_phase == 0) seconds.prepare += pool.phase_seconds(0);

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <stdexcept>
 #include <string>
@@ -25,16 +26,21 @@ void wait_for_change(const std::atomic<uint32_t>& value, uint32_t seen,
   value.wait(seen, std::memory_order_acquire);
 }
 
-// Without the right to pin (a cpuset changed meanwhile) the thread runs where the kernel puts it.
-void pin(int cpu) {
-  const auto capacity = static_cast<size_t>(cpu) + 1;
+// Lets the calling thread run on these CPUs, ascending. Without the right to (a cpuset changed
+// meanwhile) it runs where the kernel puts it.
+void run_on(const std::vector<int>& cpus) {
+  const auto capacity = static_cast<size_t>(cpus.back()) + 1;
   cpu_set_t* mask = CPU_ALLOC(capacity);
   if (mask == nullptr) return;
   const size_t bytes = CPU_ALLOC_SIZE(capacity);
   CPU_ZERO_S(bytes, mask);
-  CPU_SET_S(static_cast<size_t>(cpu), bytes, mask);
+  for (const int cpu : cpus) CPU_SET_S(static_cast<size_t>(cpu), bytes, mask);
   pthread_setaffinity_np(pthread_self(), bytes, mask);
   CPU_FREE(mask);
+}
+
+bool has(const std::vector<int>& cpus, int cpu) {
+  return std::find(cpus.begin(), cpus.end(), cpu) != cpus.end();
 }
 
 }  // namespace
@@ -58,7 +64,9 @@ Pool::Pool(const std::vector<Core>& cores, int threads)
   shares_ = std::make_unique<Share[]>(static_cast<size_t>(kMaxPhases * threads));
   workers_.reserve(static_cast<size_t>(threads) - 1);
   for (int i = 1; i < threads; ++i) {
-    workers_.emplace_back([this, i, cpu = cores[static_cast<size_t>(i)].cpu] { worker(i, cpu); });
+    const int cpu = cores[static_cast<size_t>(i)].cpu;
+    worker_cpus_.push_back(cpu);
+    workers_.emplace_back([this, i, cpu] { worker(i, cpu); });
   }
 }
 
@@ -88,13 +96,24 @@ void Pool::spin_for(std::chrono::microseconds spin) {
   spin_.store(spin, std::memory_order_relaxed);
 }
 
-void Pool::pin_caller() const { pin(first_cpu_); }
+void Pool::pin_caller() const { run_on({first_cpu_}); }
+
+// Moved and let free again, a thread stays where it is until it has a reason to leave, so this is
+// done once in a while.
+void Pool::leave_workers_core() const {
+  if (!has(worker_cpus_, sched_getcpu())) return;
+  const std::vector<int> allowed = callers_cpus();
+  if (!has(allowed, first_cpu_)) return;
+  run_on({first_cpu_});
+  run_on(allowed);
+}
 
 void Pool::run(const Phase* phases, int count, const void* context) {
   require_usable();
   if (count > kMaxPhases) throw std::logic_error("too many phases for one run of the pool");
   if (count == 0) return;
   const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  leave_workers_core();
   phases_ = phases;
   phase_count_ = count;
   context_ = context;
@@ -128,7 +147,7 @@ void Pool::share_out(const Phase& phase, Share* shares) const {
 }
 
 void Pool::worker(int index, int cpu) {
-  pin(cpu);
+  run_on({cpu});
   uint32_t seen = 0;
   while (true) {
     wait_for_change(epoch_, seen, spin_.load(std::memory_order_relaxed));

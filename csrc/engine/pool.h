@@ -27,7 +27,8 @@ struct Phase {
 };
 
 // The calling thread works too, so a pool of n threads starts n - 1, each pinned to a core of its
-// own; the first core is left to the caller, which is not pinned. Between calls the threads watch
+// own; the first core is left to the caller, which is not pinned, but moved there by a call that
+// finds it on another thread's core: each would have half of that. Between calls the threads watch
 // for work briefly, then sleep: an idle pool uses no core.
 class Pool {
  public:
@@ -74,6 +75,7 @@ class Pool {
     int64_t end = 0;
   };
 
+  void leave_workers_core() const;
   void share_out(const Phase& phase, Share* shares) const;
   void worker(int index, int cpu);
   void work(int index);
@@ -87,6 +89,7 @@ class Pool {
   const int threads_;
   const int64_t owner_process_;
   int first_cpu_ = 0;
+  std::vector<int> worker_cpus_;
   std::vector<int> node_threads_;
   std::atomic<std::chrono::microseconds> spin_{kSpin};
   std::recursive_mutex mutex_;

@@ -68,6 +68,7 @@ void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_
   }
   group_count_ = 0;
   block_count_ = 0;
+  all_packed_ = true;
   int64_t total = 0;
   for (int64_t row = 0; row < experts; ++row) {
     int64_t& position = position_[static_cast<size_t>(row)];
@@ -75,6 +76,7 @@ void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_
     position = total;
     if (count == 0) continue;
     const bool packed = packed_tokens > 0 && count >= packed_tokens;
+    all_packed_ = all_packed_ && packed;
     groups_[static_cast<size_t>(group_count_)] = {row, total, count, packed ? block_count_ : -1};
     for (int64_t token = 0; packed && token < count; token += kPackBlock) {
       block_group_[static_cast<size_t>(block_count_++)] = static_cast<int32_t>(group_count_);

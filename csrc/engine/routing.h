@@ -41,6 +41,7 @@ class PairSorter {
   int64_t block_count() const { return block_count_; }
   const int32_t* block_group() const { return block_group_.data(); }
   int64_t group_count() const { return group_count_; }
+  bool all_packed() const { return all_packed_; }
   const int32_t* pair_token() const { return pair_token_.data(); }
   const float* pair_weight() const { return pair_weight_.data(); }
 
@@ -52,6 +53,7 @@ class PairSorter {
   std::vector<int32_t> block_group_;
   int64_t group_count_ = 0;
   int64_t block_count_ = 0;
+  bool all_packed_ = true;
 };
 
 }  // namespace moe

@@ -105,4 +105,6 @@ std::vector<Core> physical_cores() {
   return cores;
 }
 
+std::vector<int> callers_cpus() { return cpus_of_thread(0); }
+
 }  // namespace moe

@@ -17,4 +17,7 @@ struct Core {
 // Where /sys does not tell, every allowed CPU counts as a core of node 0. Never empty.
 std::vector<Core> physical_cores();
 
+// What the calling thread may run on; empty where that is not known.
+std::vector<int> callers_cpus();
+
 }  // namespace moe

@@ -55,18 +55,27 @@ def test_each_format_at_each_row_count(
         check(engine, spec, shard, random_batch(spec, rows, 1, (0, 1), generator), max_tokens=257)
 
 
+# The tiles take 512 tokens and 256 columns at a time; of up to 64 tokens 2048 columns.
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "tokens"), [(1088, 288, 545), (2176, 96, 20), (2240, 64, 64)]
+)
 @pytest.mark.parametrize(
     "format",
-    [Format.BF16, Format.FP8_BLOCK, Format.INT4, Format.NVFP4],
+    [Format.BF16, Format.FP8_BLOCK, Format.INT4, Format.MXFP4, Format.NVFP4],
     ids=lambda f: f.value,
 )
 def test_more_tokens_and_columns_than_a_cache_holds(
-    engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator, format: Format
+    engine: CpuExpertEngine,
+    make_shard: MakeShard,
+    generator: torch.Generator,
+    format: Format,
+    hidden: int,
+    intermediate: int,
+    tokens: int,
 ) -> None:
-    # The tiles take 512 tokens and 256 columns at a time, and the columns of these tokens in turn.
-    spec = make_spec(1088, 288, format)
-    batch = random_batch(spec, 545, 1, (0, 1), generator)
-    check(engine, spec, make_shard(spec, 1), batch, max_tokens=545)
+    spec = make_spec(hidden, intermediate, format)
+    batch = random_batch(spec, tokens, 1, (0, 1), generator)
+    check(engine, spec, make_shard(spec, 1), batch, max_tokens=tokens)
 
 
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)

@@ -1,50 +1,41 @@
 // Groups of many tokens by AMX tiles; the others by the kernels of the shared body (Small).
 //
-// A task's product is weight rows by a group's tokens, [rows][tokens], with three levels of reuse:
-// registers: 2 tiles of rows by 2 of tokens, so that four products (64 cycles) share four loads;
-// L1: a panel, those 32 rows by 256 columns, 16 KiB unpacked, which all tokens pass over. They come
-//   from L2 at 8 KiB for 512 cycles of products and with the panel leave room in 48 KiB; whole rows
-//   would not fit, and both sides from L2 are a cache line a cycle, which it does not give;
-// L2: either all the tokens, or, where those are too many, the tokens' part of one panel's columns,
-//   which several pairs of row tiles then use before the next columns' turn.
-// Weights are read from memory once for kChunkBlocks of tokens, in the order in which they lie.
+// A task's product is weight rows by a group's tokens, [rows][tokens]. Registers hold 2 tiles of
+// rows by 2 of tokens, so that four products (64 cycles) share four loads. Columns are taken a
+// panel at a time, and all pairs of row tiles pass over a panel before the next one's turn: its
+// tokens come from the cache that the cores share once a task, and from L2 afterwards. (All the
+// tokens' columns, where they are a MiB, do not stay in 2 MiB beside the weights: products then
+// took six times as long as the tiles do.) How wide a panel is: few tokens: memory is the limit,
+// and reads fastest what is contiguous, so each row is unpacked
+//   for 2048 columns; the 128 KiB that two tiles become lie in L2, from where they are used once or
+//   twice;
+// more: 256 columns, 16 KiB unpacked, which stay in L1 (48 KiB) while all tokens pass over them,
+//   which come at 8 KiB for 512 cycles of products.
+// Weights are read from memory once for kChunkBlocks of tokens.
 #pragma once
 
-#include "kernels/amx/pack.h"
+#include "kernels/amx/multiply.h"
 #include "kernels/body.h"
 
 namespace {
 
 constexpr int64_t kPanelColumns = kPanelSteps * kTileColumns;
-constexpr int64_t kPanelBytes = kPanelSteps * kTileBytes;  // of one of its two tiles
+constexpr int64_t kWidePanelColumns = 8 * kPanelColumns;
+// The most blocks of tokens for which panels are wide.
+constexpr int64_t kWidePanelBlocks = 4;
 // Blocks of tokens for one reading of the weights.
 constexpr int64_t kChunkBlocks = 32;
-// Tokens that stay in a 2 MiB L2 beside the weights that are fetched ahead.
-constexpr int64_t kTokenBytes = int64_t{1} << 20;
-// Pairs of row tiles that share a panel's columns of the tokens, where not all tokens stay.
-constexpr int64_t kSharingPairs = 4;
+// Columns of a row that are unpacked in one turn of fetching ahead, which is as long as a step of
+// products or two.
+constexpr int64_t kTurnColumns = 512;
+// Results that stay in L2 from one panel to the next: 512 KiB.
+constexpr int64_t kResults = 256;
 
 // A thread's buffer.
 struct Buffer {
-  std::byte panel[2][kPanelBytes];
-  Result results[kSharingPairs * kChunkBlocks];
+  std::byte panel[2][kWidePanelColumns / kTileColumns * kTileBytes];
+  Result results[kResults];
 };
-
-// One panel, of `steps` tiles of columns from `panel` on, by blocks [from, to) of the tokens.
-inline void multiply_panel(const Buffer& buffer, const std::byte* packed, int64_t blocks,
-                           int64_t from, int64_t to, int64_t panel, int64_t steps, Ahead& ahead,
-                           Result* results) {
-  const int64_t block_bytes = steps * kTileBytes;
-  const std::byte* b = packed + panel / kTileColumns * blocks * kTileBytes + from * block_bytes;
-  int64_t block = from;
-  for (; block + 2 <= to; block += 2, b += 2 * block_bytes, results += 2) {
-    multiply<2>(buffer.panel[0], buffer.panel[1], b, b + block_bytes, steps, panel == 0, results,
-                ahead);
-  }
-  if (block < to) {
-    multiply<1>(buffer.panel[0], buffer.panel[1], b, b, steps, panel == 0, results, ahead);
-  }
-}
 
 // Rows `first`, `first + step`, ... for the first tile, likewise for the second.
 struct TilePair {
@@ -66,67 +57,79 @@ struct Rows {
   int64_t pairs;
   const PairAt& pair_at;
 
-  void unpack(const TilePair& pair, int64_t panel, Ahead& ahead, Buffer& buffer) const {
-    unpack_tile(pair.first, pair.first_rows, panel, ahead, buffer.panel[0]);
-    unpack_tile(pair.second, pair.second_rows, panel, ahead, buffer.panel[1]);
+  // The rows' columns [panel, panel + width).
+  void unpack(const TilePair& pair, int64_t panel, int64_t width, Ahead& ahead, TokensAhead& tokens,
+              Buffer& buffer) const {
+    unpack_tile(pair.first, pair.first_rows, panel, width, ahead, tokens, buffer.panel[0]);
+    unpack_tile(pair.second, pair.second_rows, panel, width, ahead, tokens, buffer.panel[1]);
   }
 
-  // Of the rows' part in a panel, to be fetched in so many turns.
-  Ahead ahead(const TilePair& pair, int64_t panel, int64_t turns) const {
+  // Of the same, to be fetched in so many turns.
+  Ahead ahead(const TilePair& pair, int64_t panel, int64_t width, int64_t turns) const {
     const std::byte* first = address(pair.first, panel);
     return Ahead(first, first + (pair.second - pair.first) * matrix.row_bytes,
-                 step * matrix.row_bytes, address(pair.first, panel, width(panel)) - first, turns);
+                 step * matrix.row_bytes, address(pair.first, panel, width) - first, turns);
   }
-
-  int64_t width(int64_t panel) const { return min_of(kPanelColumns, columns - panel); }
 
  private:
   const std::byte* address(int64_t row, int64_t panel, int64_t column = 0) const {
     return W::address(W::row(matrix, expert, row, k_begin + panel), column);
   }
 
-  void unpack_tile(int64_t first, int64_t rows, int64_t panel, Ahead& ahead, std::byte* to) const {
-    const int64_t count = width(panel);
+  void unpack_tile(int64_t first, int64_t rows, int64_t panel, int64_t count, Ahead& ahead,
+                   TokensAhead& tokens, std::byte* to) const {
     for (int64_t r = 0; r < kTile; ++r, to += 64) {
-      ahead.fetch();
-      if (r < rows) {
-        W::unpack(W::row(matrix, expert, first + r * step, k_begin + panel), count, to);
-      } else {
-        for (int64_t at = 0; at < kPanelBytes; at += kTileBytes) {
-          _mm512_store_si512(to + at, _mm512_setzero_si512());
+      for (int64_t c = 0; c < count; c += kTurnColumns) {
+        ahead.fetch();
+        tokens.fetch();
+        const int64_t part = min_of(kTurnColumns, count - c);
+        std::byte* at = to + c / kTileColumns * kTileBytes;
+        if (r < rows) {
+          W::unpack(W::row(matrix, expert, first + r * step, k_begin + panel + c), part, at);
+        } else {
+          for (int64_t s = 0; s < tile_steps(part); ++s) {
+            _mm512_store_si512(at + s * kTileBytes, _mm512_setzero_si512());
+          }
         }
       }
     }
   }
 };
 
-// Multiplies by the packed tokens of a group of `blocks` and calls done(i, from, to, results) for
-// each pair of row tiles, with a result for each block in [from, to).
+// Multiplies by the packed tokens of a group and calls done(i, from, to, results) for each pair of
+// row tiles, with a result for each block in [from, to).
 template <class W, class PairAt, class Done>
-inline void multiply_rows(const Rows<W, PairAt>& rows, const std::byte* packed, int64_t blocks,
-                          std::byte* memory, const Done& done) {
+inline void multiply_rows(const Rows<W, PairAt>& rows, const Tokens& tokens, std::byte* memory,
+                          const Done& done) {
   Buffer& buffer = *reinterpret_cast<Buffer*>(memory);
-  for (int64_t from = 0; from < blocks; from += kChunkBlocks) {
-    const int64_t to = min_of(from + kChunkBlocks, blocks);
-    const bool all_stay = (to - from) * tile_steps(rows.columns) * kTileBytes <= kTokenBytes;
-    const int64_t sharing = all_stay ? 1 : kSharingPairs;
+  for (int64_t from = 0; from < tokens.blocks; from += kChunkBlocks) {
+    const int64_t to = min_of(from + kChunkBlocks, tokens.blocks);
+    const int64_t blocks = to - from;
+    const int64_t panel_columns = blocks <= kWidePanelBlocks ? kWidePanelColumns : kPanelColumns;
+    const int64_t sharing = kResults / blocks;
     for (int64_t begin = 0; begin < rows.pairs; begin += sharing) {
       const int64_t end = min_of(begin + sharing, rows.pairs);
-      for (int64_t panel = 0; panel < rows.columns; panel += kPanelColumns) {
+      for (int64_t panel = 0; panel < rows.columns; panel += panel_columns) {
+        const int64_t width = min_of(panel_columns, rows.columns - panel);
+        const int64_t steps = tile_steps(width);
+        const int64_t next = panel + width;
+        const int64_t next_width = min_of(panel_columns, rows.columns - next);
+        const int64_t unpack_turns = 2 * kTile * ((width + kTurnColumns - 1) / kTurnColumns);
+        const int64_t turns = unpack_turns + (blocks + 1) / 2 * steps;
+        TokensAhead tokens_ahead(tokens, next / kTileColumns, tile_steps(next_width), from, to,
+                                 (end - begin) * unpack_turns);
         for (int64_t i = begin; i < end; ++i) {
-          const int64_t steps = tile_steps(rows.width(panel));
-          const int64_t turns = 2 * kTile + (to - from + 1) / 2 * steps;
-          const int64_t next = panel + kPanelColumns;
-          Ahead ahead = i + 1 < end           ? rows.ahead(rows.pair_at(i + 1), panel, turns)
-                        : next < rows.columns ? rows.ahead(rows.pair_at(begin), next, turns)
-                                              : rows.ahead(rows.pair_at(end), 0, turns);
-          rows.unpack(rows.pair_at(i), panel, ahead, buffer);
-          multiply_panel(buffer, packed, blocks, from, to, panel, steps, ahead,
-                         buffer.results + (i - begin) * kChunkBlocks);
+          Ahead ahead = i + 1 < end      ? rows.ahead(rows.pair_at(i + 1), panel, width, turns)
+                        : next_width > 0 ? rows.ahead(rows.pair_at(begin), next, next_width, turns)
+                                         : rows.ahead(rows.pair_at(end), 0,
+                                                      min_of(panel_columns, rows.columns), turns);
+          rows.unpack(rows.pair_at(i), panel, width, ahead, tokens_ahead, buffer);
+          multiply_panel(buffer.panel[0], buffer.panel[1], tokens, from, to, panel / kTileColumns,
+                         steps, ahead, buffer.results + (i - begin) * blocks);
         }
       }
       for (int64_t i = begin; i < end; ++i) {
-        done(i, from, to, buffer.results + (i - begin) * kChunkBlocks);
+        done(i, from, to, buffer.results + (i - begin) * blocks);
       }
     }
   }
@@ -155,40 +158,37 @@ void up_packed(const moe::Work& work, const moe::Group& group, int64_t begin, in
                                            .columns = layer.hidden,
                                            .pairs = (end - begin + unit - 1) / unit,
                                            .pair_at = pair_at};
-  const std::byte* packed = work.packed_x + group.packed * tile_steps(layer.hidden) * kTileBytes;
+  const int64_t steps = tile_steps(layer.hidden);
+  const Tokens tokens{work.packed_x + group.packed * steps * kTileBytes, block_count(group), steps};
   [[maybe_unused]] const TileScope scope;
   alignas(64) float first_bias[kTile] = {};
   alignas(64) float second_bias[kTile] = {};
 
-  multiply_rows(
-      weights, packed, block_count(group), buffer,
-      [&](int64_t i, int64_t from, int64_t to, Result* results) {
-        const TilePair pair = pair_at(i);
-        const int64_t row = begin + i * unit;
-        load_bias(layer, layer.w13, group.expert, pair.first, step, pair.first_rows, first_bias);
-        load_bias(layer, layer.w13, group.expert, pair.second, step, pair.second_rows, second_bias);
-        for (int64_t block = from; block < to; ++block, ++results) {
-          auto& gate = results->value[0];
-          auto& up = results->value[1];
-          const int64_t token = block * kTile;
-          const auto tokens =
-              static_cast<__mmask16>((1u << min_of(kTile, group.count - token)) - 1);
-          const V::F scale =
-              layer.router_weight_on_input
-                  ? _mm512_maskz_loadu_ps(tokens, work.pair_weight + group.begin + token)
-                  : V::set(1.0f);
-          for (int64_t r = 0; r < kTile; ++r) {
-            const V::F a = V::fma(V::load(gate[r]), scale, V::set(first_bias[r]));
-            const V::F c = V::fma(V::load(up[r]), scale, V::set(second_bias[r]));
-            V::store(gate[r], layer.gated ? activate(layer, a, c) : activate_gate(layer, a));
-            if (!layer.gated) V::store(up[r], activate_gate(layer, c));
-          }
-          store_inner<W>(work, group, block, row, pair.first_rows, gate);
-          if (!layer.gated && pair.second_rows > 0) {
-            store_inner<W>(work, group, block, pair.second, pair.second_rows, up);
-          }
-        }
-      });
+  multiply_rows(weights, tokens, buffer, [&](int64_t i, int64_t from, int64_t to, Result* results) {
+    const TilePair pair = pair_at(i);
+    const int64_t row = begin + i * unit;
+    load_bias(layer, layer.w13, group.expert, pair.first, step, pair.first_rows, first_bias);
+    load_bias(layer, layer.w13, group.expert, pair.second, step, pair.second_rows, second_bias);
+    for (int64_t block = from; block < to; ++block, ++results) {
+      auto& gate = results->value[0];
+      auto& up = results->value[1];
+      const int64_t token = block * kTile;
+      const auto there = static_cast<__mmask16>((1u << min_of(kTile, group.count - token)) - 1);
+      const V::F scale = layer.router_weight_on_input
+                             ? _mm512_maskz_loadu_ps(there, work.pair_weight + group.begin + token)
+                             : V::set(1.0f);
+      for (int64_t r = 0; r < kTile; ++r) {
+        const V::F a = V::fma(V::load(gate[r]), scale, V::set(first_bias[r]));
+        const V::F c = V::fma(V::load(up[r]), scale, V::set(second_bias[r]));
+        V::store(gate[r], layer.gated ? activate(layer, a, c) : activate_gate(layer, a));
+        if (!layer.gated) V::store(up[r], activate_gate(layer, c));
+      }
+      store_inner<W>(work, group, block, row, pair.first_rows, gate);
+      if (!layer.gated && pair.second_rows > 0) {
+        store_inner<W>(work, group, block, pair.second, pair.second_rows, up);
+      }
+    }
+  });
 }
 
 // Adds 16 rows of one block, [row][token], to the tokens' sums.
@@ -226,28 +226,29 @@ void down_packed(const moe::Work& work, const moe::Group& group, int64_t begin, 
                                            .columns = columns,
                                            .pairs = (end - begin + 2 * kTile - 1) / (2 * kTile),
                                            .pair_at = pair_at};
-  const std::byte* packed = work.packed_inner + group.packed * tile_steps(columns) * kTileBytes;
+  const int64_t steps = tile_steps(columns);
+  const Tokens tokens{work.packed_inner + group.packed * steps * kTileBytes, block_count(group),
+                      steps};
   [[maybe_unused]] const TileScope scope;
   alignas(64) float bias[2 * kTile] = {};
 
-  multiply_rows(weights, packed, block_count(group), buffer,
-                [&](int64_t i, int64_t from, int64_t to, const Result* results) {
-                  const TilePair pair = pair_at(i);
-                  if (work.inner_begin == 0) {
-                    load_bias(layer, layer.w2, group.expert, pair.first, 1,
-                              pair.first_rows + pair.second_rows, bias);
-                  }
-                  for (int64_t block = from; block < to; ++block, ++results) {
-                    const int64_t first_pair = group.begin + block * kTile;
-                    const int64_t tokens = min_of(kTile, group.count - block * kTile);
-                    add_tile(work, first_pair, tokens, pair.first, pair.first_rows, bias,
-                             results->value[0]);
-                    if (pair.second_rows > 0) {
-                      add_tile(work, first_pair, tokens, pair.second, pair.second_rows,
-                               bias + kTile, results->value[1]);
-                    }
-                  }
-                });
+  multiply_rows(
+      weights, tokens, buffer, [&](int64_t i, int64_t from, int64_t to, const Result* results) {
+        const TilePair pair = pair_at(i);
+        if (work.inner_begin == 0) {
+          load_bias(layer, layer.w2, group.expert, pair.first, 1,
+                    pair.first_rows + pair.second_rows, bias);
+        }
+        for (int64_t block = from; block < to; ++block, ++results) {
+          const int64_t first_pair = group.begin + block * kTile;
+          const int64_t tokens = min_of(kTile, group.count - block * kTile);
+          add_tile(work, first_pair, tokens, pair.first, pair.first_rows, bias, results->value[0]);
+          if (pair.second_rows > 0) {
+            add_tile(work, first_pair, tokens, pair.second, pair.second_rows, bias + kTile,
+                     results->value[1]);
+          }
+        }
+      });
 }
 
 template <class Small, class W>

@@ -8,7 +8,8 @@
 
 namespace {
 
-// Products run over this many tiles of columns at a time: see body.h.
+// What is packed together: so many tiles of columns of a block, then the same of the next block.
+// Products run over as many at a time, or a multiple (see body.h).
 constexpr int64_t kPanelSteps = 8;
 
 inline int64_t tile_steps(int64_t columns) { return (columns + kTileColumns - 1) / kTileColumns; }
@@ -20,6 +21,17 @@ inline int64_t tile_offset(int64_t blocks, int64_t steps, int64_t block, int64_t
   const int64_t width = steps - panel < kPanelSteps ? steps - panel : kPanelSteps;
   return (panel * blocks + block * width + step - panel) * kTileBytes;
 }
+
+// The packed tokens of a group.
+struct Tokens {
+  std::byte* packed;
+  int64_t blocks;
+  int64_t steps;
+
+  std::byte* tile(int64_t block, int64_t step) const {
+    return packed + tile_offset(blocks, steps, block, step);
+  }
+};
 
 inline int64_t block_count(const moe::Group& group) { return (group.count + kTile - 1) / kTile; }
 
@@ -74,9 +86,18 @@ inline __m512i load_columns(const Element* row, int64_t count) {
 
 template <class W, class Element>
 inline void pack_tokens(const Element* source, const int32_t* tokens, int64_t count, int64_t width,
-                        int64_t blocks, int64_t block, std::byte* packed) {
-  const int64_t steps = tile_steps(width);
-  for (int64_t step = 0; step < steps; ++step) {
+                        const Tokens& packed, int64_t block) {
+  // Every core has read these lines in the call before, and gives them up one after another: they
+  // are asked for a few tiles before they are written.
+  constexpr int64_t kAheadSteps = 4;
+  const auto ask = [&](int64_t step) {
+    if (step >= packed.steps) return;
+    const std::byte* tile = packed.tile(block, step);
+    for (int64_t i = 0; i < kTile; ++i) __builtin_prefetch(tile + i * 64, 1);
+  };
+  for (int64_t step = 0; step < kAheadSteps; ++step) ask(step);
+  for (int64_t step = 0; step < packed.steps; ++step) {
+    ask(step + kAheadSteps);
     const int64_t k = step * kTileColumns;
     const int64_t columns = width - k < kTileColumns ? width - k : kTileColumns;
     __m512i rows[16];
@@ -86,7 +107,7 @@ inline void pack_tokens(const Element* source, const int32_t* tokens, int64_t co
                     : _mm512_setzero_si512();
     }
     transpose(rows);
-    std::byte* to = packed + tile_offset(blocks, steps, block, step);
+    std::byte* to = packed.tile(block, step);
     for (int64_t i = 0; i < kTile; ++i) _mm512_store_si512(to + i * 64, rows[i]);
   }
 }
@@ -98,9 +119,10 @@ void pack(const moe::Work& work, const moe::Group& group, int64_t block) {
   const int64_t first = block * kTile;
   const int64_t count = group.count - first < kTile ? group.count - first : kTile;
   const int32_t* tokens = work.pair_token + group.begin + first;
-  std::byte* packed = work.packed_x + group.packed * tile_steps(layer.hidden) * kTileBytes;
+  const int64_t steps = tile_steps(layer.hidden);
+  const Tokens packed{work.packed_x + group.packed * steps * kTileBytes, block_count(group), steps};
   const auto pack_from = [&](const auto* source) {
-    pack_tokens<W>(source, tokens, count, layer.hidden, block_count(group), block, packed);
+    pack_tokens<W>(source, tokens, count, layer.hidden, packed, block);
   };
   switch (layer.dtype) {
     case moe::Dtype::kFp32:

@@ -118,49 +118,4 @@ class Ahead {
   int64_t rows_left_ = 2 * kTile;
 };
 
-// Adds to the results of kTokenTiles tiles of tokens (1 or 2) the products of two row tiles, `a0`
-// and `a1`, with the packed tokens `b0` and `b1` over `steps` times 32 columns; or begins them.
-// Two by two, four products share four loads.
-template <int kTokenTiles>
-inline void multiply(const std::byte* a0, const std::byte* a1, const std::byte* b0,
-                     const std::byte* b1, int64_t steps, bool begin, Result* results,
-                     Ahead& ahead) {
-  Ahead next = ahead;  // a copy stays in registers
-  // GCC's tileloadd does not say that it reads memory: whatever was written there has to be by now.
-  __asm__ volatile("" ::: "memory");
-  if (begin) {
-    MOE_TILE_ZERO(0);
-    MOE_TILE_ZERO(1);
-    MOE_TILE_ZERO(2);
-    MOE_TILE_ZERO(3);
-  } else {
-    MOE_TILE_LOAD(0, results[0].value[0], 64);
-    MOE_TILE_LOAD(2, results[0].value[1], 64);
-    if constexpr (kTokenTiles == 2) {
-      MOE_TILE_LOAD(1, results[1].value[0], 64);
-      MOE_TILE_LOAD(3, results[1].value[1], 64);
-    }
-  }
-  for (int64_t k = 0; k < steps * kTileBytes; k += kTileBytes) {
-    MOE_TILE_LOAD(4, a0 + k, 64);
-    MOE_TILE_LOAD(6, b0 + k, 64);
-    MOE_TILE_MULTIPLY(0, 4, 6);
-    MOE_TILE_LOAD(5, a1 + k, 64);
-    MOE_TILE_MULTIPLY(2, 5, 6);
-    if constexpr (kTokenTiles == 2) {
-      MOE_TILE_LOAD(7, b1 + k, 64);
-      MOE_TILE_MULTIPLY(1, 4, 7);
-      MOE_TILE_MULTIPLY(3, 5, 7);
-    }
-    next.fetch();
-  }
-  ahead = next;
-  MOE_TILE_STORE(0, results[0].value[0], 64);
-  MOE_TILE_STORE(2, results[0].value[1], 64);
-  if constexpr (kTokenTiles == 2) {
-    MOE_TILE_STORE(1, results[1].value[0], 64);
-    MOE_TILE_STORE(3, results[1].value[1], 64);
-  }
-}
-
 }  // namespace
