@@ -90,6 +90,7 @@ def test_float32_gives_identical_tokens_with_any_number_of_slots(model: Model) -
 def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
     """Steps of more than four rows streamed, and all."""
     for threshold in (4, 0):
+        missed = 0
         settings = moe_offload_args(slots_per_layer=1, stream_threshold=threshold)
         with engine(model.path, **settings) as ours:
             for slots in capacities(model.num_experts)[1:]:
@@ -101,8 +102,11 @@ def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
                     assert layer["steps"] - layer["streamed"] >= 0
                     assert (layer["streamed"] > 0) == streams
                     assert (layer["kept"] > 0) == streams
-                    assert (layer["misses"] > 0) == (streams and threshold > 0)
+                    assert streams or not layer["misses"]
+                missed += done["misses"]
                 assert done["stream_threshold"] == threshold
+        # With many slots what is kept of the prompts may be all that the small steps use.
+        assert (missed > 0) == (threshold > 0)
 
 
 def test_float32_gives_identical_tokens_with_some_experts_on_the_cpu(model: Model) -> None:
