@@ -78,9 +78,10 @@ def deepseek_v2() -> transformers.PreTrainedConfig:
         first_k_dense_replace=1,
         q_lora_rank=None,
         kv_lora_rank=512,
-        qk_nope_head_dim=32,
+        # The sizes that vLLM's attention on a GPU is made for.
+        qk_nope_head_dim=128,
         qk_rope_head_dim=64,
-        v_head_dim=64,
+        v_head_dim=128,
         aux_loss_alpha=0.0,
     )
 

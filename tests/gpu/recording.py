@@ -75,9 +75,9 @@ def recording(max_rows: int) -> Iterator[Recorder]:
     recorder, forward = Recorder(max_rows), OffloadedLayer.forward
 
     def recorded(
-        self: OffloadedLayer, x: Any, weights: Any, ids: Any, padding: Any = None
+        self: OffloadedLayer, x: Any, weights: Any, ids: Any, padding: Any = None, *rest: Any
     ) -> torch.Tensor:
-        out = forward(self, x, weights, ids, padding)
+        out = forward(self, x, weights, ids, padding, *rest)
         recorder.write(self, x, weights, ids, padding, out)
         return out
 

@@ -207,8 +207,9 @@ def test_slots_hold_what_is_kept_of_a_prompt(
     for name, tensor in layer._slots.cache.tensors.items():
         for expert, slot in enumerate(slot_of):
             if slot >= 0:
-                there = tensor[slot].view(torch.uint8)
-                assert torch.equal(there, everything[name][expert].view(torch.uint8))
+                # Kept a dimension, without which a single scale has no bytes to be seen as.
+                there = tensor[slot : slot + 1].view(torch.uint8)
+                assert torch.equal(there, everything[name][expert : expert + 1].view(torch.uint8))
     error = relative_error(layer.forward(*small), expected.double())
     assert error <= (ROUNDING if kind == "bf16" else FLOOR["fp8_block"])
 
