@@ -27,8 +27,9 @@ def main() -> None:
     runner.arguments(parser)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    if options.gpus > 1:
-        parser.error("--gpus: loads are timed one after another, on one GPU: leave it out")
+    for name in ("gpus", "together"):
+        if getattr(options, name) > 1:
+            parser.error(f"--{name}: loads are timed one after another, on one GPU: leave it out")
     with runner.session("load", options) as session:
         if options.load_format != "dummy" and options.model in models.MODELS:
             if options.format != "bf16":

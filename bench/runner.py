@@ -52,6 +52,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--gpus", type=_gpus, default=1, help="engines that start at once, each on a GPU of its own"
     )
+    add(
+        "--together",
+        type=number,
+        default=1,
+        help="engines that start at once on one GPU, which then needs memory for all of them",
+    )
     add("--logs", type=Path, help="folder for what the engines print")
     add("--commit", help="of the code, where it is not a clone")
 
@@ -225,6 +231,7 @@ class Session:
         self.slots: int = options.slots or max(1, self.shape.experts // 5)
         self.rows: list[Row] = []
         self._numbered = 0
+        self._at_once: int = options.gpus * options.together
         self._waiting: list[list[Process]] = [[] for _ in range(options.gpus)]
 
     @property
@@ -277,15 +284,18 @@ class Session:
     def compete(self, names: list[str], cells: list[Cell], engine: dict[str, Any]) -> None:
         """Measure every cell of every contestant and keep the rows.
 
-        With several GPUs so many engines start at once, and are measured one after another when
-        all have started. Simulated routings share an engine; the model's own needs one without
-        the simulator.
+        Engines that start at once, on several GPUs or together on one, are measured one after
+        another when all have started. Simulated routings share an engine; the model's own needs one
+        without the simulator.
         """
         simulated = [cell for cell in cells if cell.routing in SIMULATED]
         for part in (simulated, [cell for cell in cells if cell.routing not in SIMULATED]):
-            for at in range(0, len(names) if part else 0, self.options.gpus):
-                together = names[at : at + self.options.gpus]
-                attempts = [self._begin(name, part, engine, i) for i, name in enumerate(together)]
+            for at in range(0, len(names) if part else 0, self._at_once):
+                together = names[at : at + self._at_once]
+                attempts = [
+                    self._begin(name, part, engine, i % self.options.gpus)
+                    for i, name in enumerate(together)
+                ]
                 self._await_start(attempts)
                 for attempt in attempts:
                     self.add(self._finish(attempt))
@@ -406,6 +416,7 @@ class Session:
             "enforce_eager": self.options.eager,
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": int(self.options.kv_gib * 2**30),
+            "gpu_memory_utilization": 0.9 / self.options.together,
             "seed": 0,
         }
 

@@ -54,8 +54,11 @@ def main() -> None:
     parser.add_argument("--room", type=runner.number, default=1024, help="tokens of an answer")
     parser.add_argument("--routing", type=runner.routings, default=["uniform"], help="one of them")
     options = parser.parse_args()
-    if options.gpus > 1:
-        parser.error("--gpus: servers are measured one after another, on one GPU: leave it out")
+    for name in ("gpus", "together"):
+        if getattr(options, name) > 1:
+            parser.error(
+                f"--{name}: servers are measured one after another, on one GPU: leave it out"
+            )
     if len(options.routing) > 1:
         parser.error("--routing: a server has one: give one")
     if options.chunk <= options.decodes:
