@@ -116,9 +116,13 @@ def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
     runtime = OffloadRuntime(config, self.vllm_config, self.worker)
     if runtime.prefetch is not None:
         runtime.prefetch.activate()
-    with offloaded_layers(runtime):
-        self.worker.load_model(*args, **kwargs)
-    runtime.finish_loading(self.worker)
+    try:
+        with offloaded_layers(runtime):
+            self.worker.load_model(*args, **kwargs)
+        runtime.finish_loading(self.worker)
+    except BaseException:
+        runtime.close()
+        raise
     setattr(self, _RUNTIME, runtime)
 
 
