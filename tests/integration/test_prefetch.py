@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from vllm.distributed import parallel_state  # noqa: E402
 from vllm.model_executor.offloader.base import NoopOffloader, get_offloader  # noqa: E402
 
 from tests.e2e.engines import Prompts, engine, greedy, stats  # noqa: E402
@@ -22,6 +23,7 @@ from vllm_moe_offload import (  # noqa: E402
     UnsupportedError,
     moe_offload_args,
 )
+from vllm_moe_offload.device import HostDevice  # noqa: E402
 from vllm_moe_offload.integration.prefetch import GroupOffloader  # noqa: E402
 from vllm_moe_offload.stream import LayerPrefetcher  # noqa: E402
 
@@ -47,8 +49,7 @@ def moe_tokens(moe: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory, moe_tokens: list[list[int]]) -> Path:
-    """After a model with experts: vLLM makes a process's groups once, for its first model."""
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
     config = transformers.Qwen3Config(
         **(checkpoints.COMMON | {"num_hidden_layers": LAYERS}),
@@ -172,6 +173,15 @@ def test_layers_of_other_shapes(tmp_path: Path) -> None:
         assert done["step_bytes"] == 4 * (2 * (shared + router) + every), "the dense one stays"
 
 
+def test_slots_leave_room_for_the_buffers(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = 2 * (4 * ATTENTION + PADDING)
+    monkeypatch.setattr(HostDevice, "free_memory", lambda self: 3 * 24576 * 7 + buffers)
+    settings = {"group_size": 1, "prefetch_step": 2, "params": ["self_attn"]}
+    with engine(moe, **moe_offload_args(**settings)) as ours:
+        assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {7}
+        assert stats(ours)["prefetch"]["predicted_bytes"] == buffers
+
+
 def stop_refilling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LayerPrefetcher, "refill", lambda self, number: None)
     patch.setattr(LayerPrefetcher, "wait", lambda self, number: None)
@@ -229,8 +239,14 @@ def test_weights_are_not_loaded_again(dense: Path) -> None:
 
 
 def start(model: Path, settings: dict[str, Any], **arguments: Any) -> None:
-    with engine(model, additional_config={"moe_offload": settings}, **arguments):
-        pass
+    try:
+        with engine(model, additional_config={"moe_offload": settings}, **arguments):
+            pass
+    finally:
+        assert isinstance(get_offloader(), NoopOffloader)
+        # A start that failed leaves its process groups, those of a dense model none for experts.
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
 
 
 @pytest.mark.parametrize(

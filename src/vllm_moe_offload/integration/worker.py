@@ -118,17 +118,22 @@ def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
     from vllm_moe_offload.integration.frontend import configure
 
     global _loading
-    with ExitStack() as stack:
-        _loading = _Loading(self, stack)
-        stack.callback(_end_loading)
-        config = configure(self.vllm_config)
-        if config is not None:
-            _loading.offload(config)
-        self.worker.load_model(*args, **kwargs)
-        runtime = _loading.runtime
-    if runtime is not None:
-        runtime.finish_loading(self.worker)
-        setattr(self, _RUNTIME, runtime)
+    loading = None
+    try:
+        with ExitStack() as stack:
+            loading = _loading = _Loading(self, stack)
+            stack.callback(_end_loading)
+            config = configure(self.vllm_config)
+            if config is not None:
+                loading.offload(config)
+            self.worker.load_model(*args, **kwargs)
+        if loading.runtime is not None:
+            loading.runtime.finish_loading(self.worker)
+            setattr(self, _RUNTIME, loading.runtime)
+    except BaseException:
+        if loading is not None and loading.runtime is not None:
+            loading.runtime.close()
+        raise
 
 
 def ask_for_offload(asked_by: str) -> None:
