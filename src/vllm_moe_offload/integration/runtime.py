@@ -370,11 +370,12 @@ class OffloadRuntime:
             self._share.close()
 
     def warmed_up(self) -> None:
-        """After the worker's own steps, which are checked and not counted."""
+        """After the worker's own steps, which are checked and not counted; what follows is."""
         self.check()
         if self.prefetch is not None and current_platform.is_cuda():  # a CPU may not have run any
             self.prefetch.check_run()
         self.reset_stats()
+        self._report()
 
     def resize(self, slots_per_layer: int) -> None:
         """Give every layer that many slots, or none of them: ValueError when it does not go."""
@@ -397,7 +398,7 @@ class OffloadRuntime:
             if self._share.rates is None:
                 self._share.measure(self._layers(), self._cpu_lanes)
 
-    def report(self) -> None:
+    def _report(self) -> None:
         """From now on report what is counted, where somebody has asked for it."""
         if self._reporter is None and self._layers():
             self._reporter = reporter(self.totals)

@@ -109,7 +109,6 @@ def _warm_up(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
     runtime = self.__dict__.get(_RUNTIME)
     if runtime is not None:
         runtime.warmed_up()
-        runtime.report()
     return times
 
 
