@@ -103,11 +103,10 @@ void test_errors(const Case& c) {
 }  // namespace
 
 int main() {
-  const Case cases[] = {{Format::kBf16, 70, 33, 4, 1},
-                        {Format::kBf16, 128, 64, 4, 1},
-                        {Format::kFp8, 150, 77, 4, 128},
-                        {Format::kInt4, 96, 160, 4, 32},
-                        {Format::kInt4, 384, 256, 4, 128}};
+  const Case cases[] = {{Format::kBf16, 70, 33, 4, 1},     {Format::kBf16, 128, 64, 4, 1},
+                        {Format::kFp8, 150, 77, 4, 128},   {Format::kInt4, 96, 160, 4, 32},
+                        {Format::kInt4, 384, 256, 4, 128}, {Format::kMxfp4, 224, 96, 4, 32},
+                        {Format::kFp8, 2120, 40, 2, 128}};
   for (const Case& c : cases) test_sets_agree(c);
   for (const Case& c : cases) test_nodes(c);
   test_two_callers(cases[0]);

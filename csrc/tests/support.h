@@ -95,6 +95,8 @@ class Shard {
       Scale scale;
       if constexpr (std::is_same_v<Scale, moe::Bf16>) {
         scale = to_bf16(value);
+      } else if constexpr (std::is_same_v<Scale, uint8_t>) {
+        scale = static_cast<uint8_t>(116 + random_() % 3);  // e8m0: around 0.001
       } else {
         scale = value;
       }
@@ -117,9 +119,12 @@ class Shard {
     if (c.format == Format::kBf16) return m;
     const int64_t groups = (columns + c.group - 1) / c.group;
     const auto count = static_cast<size_t>(c.experts * rows * groups);
-    const bool int4 = c.format == Format::kInt4;
-    m.scale = int4 ? scales<moe::Bf16>(count) : scales<float>(count);
-    m.scale_row_bytes = groups * static_cast<int64_t>(int4 ? sizeof(moe::Bf16) : sizeof(float));
+    m.scale = c.format == Format::kInt4    ? scales<moe::Bf16>(count)
+              : c.format == Format::kMxfp4 ? scales<uint8_t>(count)
+                                           : scales<float>(count);
+    m.scale_row_bytes = groups * (c.format == Format::kInt4    ? 2
+                                  : c.format == Format::kMxfp4 ? 1
+                                                               : 4);
     m.scale_part_rows = m.part_rows;
     m.scale_expert_bytes = rows * m.scale_row_bytes;
     while ((int64_t{1} << m.scale_shift) < c.group) ++m.scale_shift;
