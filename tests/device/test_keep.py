@@ -86,7 +86,7 @@ def test_prompts_between_decodes_are_kept_as_planned(
 @marked
 @pytest.mark.parametrize("policy", ["lfru", "static"])
 def test_the_biggest_layer_and_many_requests(policy: str) -> None:
-    pair = Kept(Layer(512, 101, policy, 16, 16, 1, False))
+    pair = Kept(Layer(512, 101, policy, 16, 16, 1))
     rng = np.random.default_rng(1)
     for lengths in ([2000], [1] * 20 + [300]):
         requests = np.cumsum([0, *lengths])

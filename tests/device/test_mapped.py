@@ -135,6 +135,15 @@ def test_tensors_with_gaps_are_refused() -> None:
         copy_all_experts_to_gpu(torch.zeros(4, 2), torch.zeros(4, 4)[:, ::2])
 
 
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the kernel runs here")
+def test_without_a_gpu_it_is_a_copy() -> None:
+    source = create_cpu_mapped_tensor((3, 5), torch.bfloat16)
+    source.copy_(torch.arange(15).view(3, 5))
+    target = torch.zeros_like(source)
+    copy_all_experts_to_gpu(source, target)
+    assert torch.equal(target, source)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that runs them")
 def test_interpreted() -> None:
     run_interpreted(__file__)

@@ -57,6 +57,16 @@ def test_what_the_worker_writes_is_collected_by_name(
     assert shown == sorted(map(float, asdict(NUMBERS).values())), "each number once"
 
 
+def test_engines_that_share_a_folder_are_told_apart(
+    tmp_path: Path, registry: CollectorRegistry, collector: FolderCollector
+) -> None:
+    collector.folders.append(tmp_path)
+    for hits in (3, 4):
+        Reporter(lambda hits=hits: Totals(hits=hits), tmp_path).report()
+    got = [line for line in page(registry) if "hits" in line]
+    assert [line.partition(" ")[2] for line in got] == ["3.0", "4.0"]
+
+
 def test_several_processes_share_what_one_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

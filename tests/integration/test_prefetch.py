@@ -168,7 +168,7 @@ def test_layers_of_other_shapes(tmp_path: Path) -> None:
         assert greedy(ours, PROMPTS) == expected
         done = stats(ours)["prefetch"]
         dense_mlp, shared, router = 3 * 64 * 128, 2 * 3 * 64 * 32, 12 * 64
-        every = 3 * (4 * 64 * 64 + 64)
+        every = 3 * (4 * 128 * 64 + 64)
         assert done["host_bytes"] >= 4 * (dense_mlp + 2 * (shared + router) + every)
         assert done["step_bytes"] == 4 * (2 * (shared + router) + every), "the dense one stays"
 

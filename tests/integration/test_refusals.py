@@ -9,10 +9,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_moe_offload import UnsupportedError
+from vllm_moe_offload import ConfigError, UnsupportedError
 from vllm_moe_offload.config import OffloadConfig
-from vllm_moe_offload.integration import refusals
+from vllm_moe_offload.integration import refusals, worker
 from vllm_moe_offload.integration.compat import check_version, loses_errors_of_outputs
+from vllm_moe_offload.integration.frontend import configure
 
 
 def config(**changes: Any) -> Any:
@@ -160,3 +161,39 @@ def test_known_versions_are_accepted(version: str) -> None:
 def test_other_versions_are_refused_by_number(version: str) -> None:
     with pytest.raises(UnsupportedError, match=rf"{version}.*0\.24 to 0\.33"):
         check_version(version)
+
+
+def test_a_draft_model_that_asks_for_ping_pong_is_refused() -> None:
+    draft = SimpleNamespace(quantization="pingpong_moe", architectures=["Qwen3MoeForCausalLM"])
+    vllm_config: Any = SimpleNamespace(
+        model_config=None,
+        speculative_config=SimpleNamespace(draft_model_config=draft),
+        additional_config={},
+    )
+    with pytest.raises(ConfigError, match=r"quantization='pingpong_moe' asks .* for a draft model"):
+        configure(vllm_config)
+    draft.quantization = None
+    assert configure(vllm_config) is None
+
+
+@pytest.mark.parametrize("settings", [{"cpu_threads": 1}, {"mode": "cache"}])
+def test_a_factory_beside_settings_of_another_mode_is_refused(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = SimpleNamespace(runtime=SimpleNamespace(config=OffloadConfig.parse(settings)))
+    monkeypatch.setattr(worker, "_loading", loading)
+    with pytest.raises(ConfigError, match="add mode='stream' to them"):
+        worker.ask_for_offload("OffloadFusedMoE")
+    loading.runtime.config = OffloadConfig.parse({"mode": "stream"})
+    worker.ask_for_offload("OffloadFusedMoE")
+
+
+def test_reloading_is_refused_before_anything_is_changed() -> None:
+    called: list[str] = []
+    made = SimpleNamespace(reload_weights=lambda: called.append("reload"), other=lambda: "other")
+    refusals.refuse_reloading(made, "in this test")
+    with pytest.raises(UnsupportedError, match=r"reload_weights: .* again in this test: restart"):
+        made.reload_weights()
+    assert not called
+    assert made.other() == "other"
+    assert not hasattr(made, "update_weights")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +38,9 @@ def create_cpu_mapped_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.
 def copy_all_experts_to_gpu(src: torch.Tensor, dst: torch.Tensor) -> None:
     """Copy `src` to `dst` by a Triton kernel on the current stream; may be captured.
 
+    `src` has to live until the copy has ended, and as long as a graph that holds it. Without a GPU
+    it is an ordinary copy.
+
     src: [E, ...] of `create_cpu_mapped_tensor`, or other memory that the GPU reads at the address
     the host has for it; dst: the same shape and dtype, on the GPU. Experts of whole words of 4
     bytes, which all are but for a few small tensors, are copied at the bus's rate.
@@ -53,6 +57,12 @@ def copy_all_experts_to_gpu(src: torch.Tensor, dst: torch.Tensor) -> None:
         raise ValueError(
             "src is in memory that the GPU does not read: take create_cpu_mapped_tensor for it"
         )
+    for name, tensor in (("src", src), ("dst", dst)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous: give a tensor without gaps")
+    if not dst.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        dst.copy_(src)
+        return
     if not src.numel():
         return
     if not src.ndim:

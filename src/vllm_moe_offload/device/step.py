@@ -180,7 +180,11 @@ class DeviceStep:
                 raise ValueError(
                     f"limits {table.shape}: give one for 0 to {self.num_experts} misses"
                 )
-        self.limits.copy_(torch.from_numpy(np.stack([limits, promotions]).astype(np.int32)))
+        tables = torch.from_numpy(np.stack([limits, promotions]).astype(np.int32))
+        if self.limits.is_cuda:
+            # The copy is ordered on the current stream, for which nobody waits.
+            tables = tables.pin_memory()
+        self.limits.copy_(tables, non_blocking=True)
 
     def reset(self) -> None:
         """Forget what is in the slots, what the policy has seen, and the counters."""

@@ -66,6 +66,7 @@ def configure(vllm_config: VllmConfig, asked_by: str | None = None) -> OffloadCo
     worker receives: a worker on another host sees what this process saw. asked_by: who else asks
     for offload, with mode="stream", in the words of an error.
     """
+    _refuse_draft_model(vllm_config)
     config = OffloadConfig.resolve(vllm_config.additional_config, os.environ)
     asked_by = asked_by or _asked_by_model(vllm_config.model_config)
     if asked_by is not None:
@@ -83,6 +84,17 @@ def configure(vllm_config: VllmConfig, asked_by: str | None = None) -> OffloadCo
         )
     vllm_config.additional_config[ADDITIONAL_CONFIG_KEY] = config.settings()
     return config
+
+
+def _refuse_draft_model(vllm_config: VllmConfig) -> None:
+    """mode="stream" passes the layers of one model through its buffers."""
+    speculative = vllm_config.speculative_config
+    asked_by = _asked_by_model(getattr(speculative, "draft_model_config", None))
+    if asked_by is not None:
+        raise ConfigError(
+            f"{asked_by} asks for offload with mode='stream' for a draft model, which that mode "
+            "does not take: leave it out of the speculative settings"
+        )
 
 
 def _asked_by_model(model_config: Any) -> str | None:

@@ -10,6 +10,7 @@ prometheus_client then does the same.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import shutil
@@ -34,7 +35,8 @@ logger = init_logger(f"vllm.{__name__}")
 # at every start.
 FOLDER_VARIABLE = "MOE_OFFLOAD_METRICS_DIR"
 _PREFIX = "vllm_moe_offload"
-_FILE = "counters.json"
+# Engines of one process have a number each.
+_numbers = itertools.count()
 _GB = 1e9
 
 
@@ -123,14 +125,14 @@ class DecodeClock:
 
 
 class Reporter:
-    """A thread of the worker that reports once an interval, and at the end.
+    """A thread of the worker that reports at first and then once an interval.
 
     read: gives what has been counted; folder: where the file is written.
     """
 
     def __init__(self, read: Callable[[], Totals], folder: Path) -> None:
         self._read = read
-        self._file = folder / _FILE
+        self._file = folder / f"{os.getpid()}-{next(_numbers)}.json"
         self._interval = envs.VLLM_LOG_STATS_INTERVAL
         self._before = Totals()
         self._stop = threading.Event()
@@ -167,12 +169,12 @@ class Reporter:
         self._before = totals
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            try:
+        try:
+            self.report()
+            while not self._stop.wait(self._interval):
                 self.report()
-            except Exception:
-                logger.exception("moe_offload: no metrics from now on")
-                return
+        except Exception:
+            logger.exception("moe_offload: no metrics from now on")
 
 
 def line(since: Totals) -> str:
@@ -201,10 +203,8 @@ class FolderCollector(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         found = []
         for folder in self.folders:
-            try:
-                found.append(asdict(Totals()) | json.loads((folder / _FILE).read_text()))
-            except FileNotFoundError:
-                continue  # of no engine, or of one that has reported nothing yet
+            for file in sorted(folder.glob("*.json")):
+                found.append(asdict(Totals()) | json.loads(file.read_text()))
         for metric in METRICS if found else ():
             family = CounterMetricFamily(
                 f"{_PREFIX}_{metric.name}", metric.text, labels=metric.labels

@@ -13,7 +13,7 @@ from vllm_moe_offload.integration.worker import ask_for_offload
 
 
 class Qwen3MoeForCausalLMOffload(Qwen3MoeForCausalLM):
-    """Qwen3-MoE under a name that asks for offload, with ``mode="stream"`` unless one is set."""
+    """Qwen3-MoE under a name that asks for offload with ``mode="stream"``."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         ask_for_offload(f"the architecture {OFFLOAD_ARCHITECTURE}")
@@ -25,8 +25,8 @@ def OffloadFusedMoE(*args: Any, **kwargs: Any) -> Any:
 
     For a model's own code, in place of vLLM's, with the same arguments; returns the same runner.
     Without settings of moe_offload it turns offload on, with ``mode="stream"``, for every layer of
-    experts that is made from then on. Raises InactiveError outside of a worker that loads a model,
-    and what wrong settings raise.
+    experts that is made from then on; ConfigError where the settings are of another mode. Raises
+    InactiveError outside of a worker that loads a model, and what wrong settings raise.
     """
     ask_for_offload("OffloadFusedMoE")
     return fused_moe_factory()(*args, **kwargs)

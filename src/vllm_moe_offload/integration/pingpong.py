@@ -23,7 +23,8 @@ _WEIGHT, _BUFFER = "w13_weight", "w13_buffer"
 class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
     """vLLM's unquantised method, with the layer's `w13_buffer` in place of its `w13_weight`.
 
-    For a layer without offload of this package, whose owner fills buffers::
+    For a layer without offload of this package, in an eager engine (a compiled or captured one goes
+    on with what it has traced), whose owner fills buffers::
 
         experts = runner.routed_experts
         experts.quant_method = PingpongUnquantizedFusedMoEMethod(experts.moe_config)

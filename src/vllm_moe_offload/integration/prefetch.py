@@ -6,7 +6,6 @@ weights are loaded, and to order its copies with each CUDA graph.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +33,6 @@ from vllm_moe_offload.stream.memory import aligned
 logger = init_logger(f"vllm.{__name__}")
 _GIB = 2**30
 # Methods of a worker that write into the parameters of a model.
-_RELOADING = ("reload_weights", "start_weight_update", "update_weights")
 
 
 @dataclass(frozen=True)
@@ -235,12 +233,6 @@ class GroupOffloader(BaseOffloader):
                 if name in on_host:
                     parameter.data = _moved(parameter.data, torch.device("cpu"))
 
-    def refuse_reloading(self, worker: Any) -> None:
-        """Weights cannot be written again: what a parameter shows is a buffer."""
-        for name in _RELOADING:
-            if hasattr(worker, name):
-                setattr(worker, name, functools.partial(_refuse_reloading, name))
-
     def _take(self, module: nn.Module) -> _Layer | None:
         """This layer, its parameters in host memory; None where none of them is chosen."""
         experts = frozenset(
@@ -363,10 +355,3 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on the device, with the same strides."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(tensor)
-
-
-def _refuse_reloading(name: str, *args: Any, **kwargs: Any) -> None:
-    raise UnsupportedError(
-        f"moe_offload: {name}: weights cannot be loaded again while some of them are prefetched "
-        "(group_size): restart the engine"
-    )

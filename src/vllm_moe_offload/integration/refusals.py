@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -12,6 +14,9 @@ from vllm.platforms import current_platform
 from vllm_moe_offload.config import SPLIT_SETTINGS, OffloadConfig
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.integration.compat import loses_errors_of_outputs
+
+# Of vLLM's worker.
+_RELOADING = ("reload_weights", "start_weight_update", "update_weights")
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,22 @@ def refuse_features(vllm_config: VllmConfig) -> None:
             "moe_offload does not work with "
             + "; nor with ".join(f"{refusal.feature} ({refusal.instead})" for refusal in found)
         )
+
+
+def refuse_reloading(worker: Any, reason: str) -> None:
+    """From now on raise UnsupportedError, and change nothing, where the weights are to be reloaded.
+
+    reason: why it cannot be, in the words of the error.
+    """
+    for name in _RELOADING:
+        if hasattr(worker, name):
+            setattr(worker, name, functools.partial(_refuse_reloading, name, reason))
+
+
+def _refuse_reloading(name: str, reason: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(
+        f"moe_offload: {name}: weights cannot be loaded again {reason}: restart the engine"
+    )
 
 
 def refuse_settings(config: OffloadConfig) -> None:

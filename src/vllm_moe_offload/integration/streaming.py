@@ -118,9 +118,11 @@ class Streaming:
         if threshold is not None and layer.decides_on_device:
             threshold = max(threshold, MAX_CAPTURED)
         self._streamer.threshold = threshold
-        logger.info(
+        # Buffers that nothing passes through are memory that slots could have.
+        log = logger.info if threshold is not None else logger.warning
+        log(
             "moe_offload: %.3f GiB in two buffers; a streamed layer of %d experts takes %.2f ms, "
-            "and steps of %s are streamed",
+            "and steps of %s are streamed (stream_threshold)",
             self.device_bytes / 2**30,
             layer.num_experts,
             1e3 * seconds,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vllm_moe_offload.errors import InactiveError
+from vllm_moe_offload.errors import ConfigError, InactiveError
 
 if TYPE_CHECKING:
     from vllm_moe_offload.config import OffloadConfig
@@ -152,6 +152,11 @@ def ask_for_offload(asked_by: str) -> None:
         config = configure(_loading.wrapper.vllm_config, asked_by)
         assert config is not None
         _loading.offload(config)
+    elif _loading.runtime.config.mode != "stream":
+        raise ConfigError(
+            f"{asked_by} asks for mode='stream', and the moe_offload settings there are stand for "
+            f"mode={_loading.runtime.config.mode!r}: add mode='stream' to them"
+        )
 
 
 @dataclass
