@@ -31,6 +31,7 @@ def config(**changes: Any) -> Any:
         "offload_config.uva.cpu_offload_gb": 0,
         "offload_config.prefetch.offload_group_size": 0,
         "lora_config": None,
+        "speculative_config": None,
         "scheduler_config.async_scheduling": False,
         "parallel_config.distributed_executor_backend": "uni",
     }
@@ -176,16 +177,17 @@ def test_a_draft_model_that_asks_for_ping_pong_is_refused() -> None:
     assert configure(vllm_config) is None
 
 
-@pytest.mark.parametrize("settings", [{"cpu_threads": 1}, {"mode": "cache"}])
-def test_a_factory_beside_settings_of_another_mode_is_refused(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_factory_beside_settings_without_a_mode_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    loading = SimpleNamespace(runtime=SimpleNamespace(config=OffloadConfig.parse(settings)))
+    config = OffloadConfig.parse({"cpu_threads": 1})
+    loading = SimpleNamespace(runtime=SimpleNamespace(config=config))
     monkeypatch.setattr(worker, "_loading", loading)
     with pytest.raises(ConfigError, match="add mode='stream' to them"):
         worker.ask_for_offload("OffloadFusedMoE")
-    loading.runtime.config = OffloadConfig.parse({"mode": "stream"})
-    worker.ask_for_offload("OffloadFusedMoE")
+    for mode in ("stream", "cpu"):
+        loading.runtime.config = OffloadConfig.parse({"mode": mode})
+        worker.ask_for_offload("OffloadFusedMoE")
 
 
 def test_reloading_is_refused_before_anything_is_changed() -> None:

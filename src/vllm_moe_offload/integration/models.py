@@ -25,8 +25,9 @@ def OffloadFusedMoE(*args: Any, **kwargs: Any) -> Any:
 
     For a model's own code, in place of vLLM's, with the same arguments; returns the same runner.
     Without settings of moe_offload it turns offload on, with ``mode="stream"``, for every layer of
-    experts that is made from then on; ConfigError where the settings are of another mode. Raises
-    InactiveError outside of a worker that loads a model, and what wrong settings raise.
+    experts that is made from then on; with settings their mode counts. Raises ConfigError where
+    they have none, InactiveError outside of a worker that loads a model, and what wrong settings
+    raise.
     """
     ask_for_offload("OffloadFusedMoE")
     return fused_moe_factory()(*args, **kwargs)

@@ -152,10 +152,10 @@ def ask_for_offload(asked_by: str) -> None:
         config = configure(_loading.wrapper.vllm_config, asked_by)
         assert config is not None
         _loading.offload(config)
-    elif _loading.runtime.config.mode != "stream":
+    elif "mode" not in _loading.runtime.config.model_fields_set:
         raise ConfigError(
-            f"{asked_by} asks for mode='stream', and the moe_offload settings there are stand for "
-            f"mode={_loading.runtime.config.mode!r}: add mode='stream' to them"
+            f"{asked_by} asks for mode='stream', and the moe_offload settings say nothing of a "
+            "mode: add mode='stream' to them, or another mode that is to be in its place"
         )
 
 
