@@ -52,7 +52,8 @@ def folder(name: str, tmp_path: Path) -> Path:
     return DEMO if name == "demo" else checkpoints.write(name, tmp_path)
 
 
-@pytest.mark.parametrize("name", [*checkpoints.ARCHITECTURES, "demo"])
+# The furthest from the others, and the nearest: an engine start each. On a GPU all are read.
+@pytest.mark.parametrize("name", ["deepseek_v2", "demo"])
 def test_the_reference_is_stock_in_float32(name: str, tmp_path: Path) -> None:
     path = folder(name, tmp_path)
     sequences = [list(p) for batch in Prompts.draw(checkpoints.VOCAB).batches for p in batch]
