@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from vllm_moe_offload.device.snapshot import Snapshot
 
 
 class Readout:
@@ -20,15 +23,9 @@ class Readout:
 
         Of a step that is under way some have been counted and some not. One copy for all.
         """
-        sizes = [tensor.numel() for tensor in tensors]
-        if not sizes:
+        if not tensors:
             return []
-        if self._stream is None:
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        else:
-            with torch.cuda.stream(self._stream):
-                both = torch.cat([tensor.reshape(-1) for tensor in tensors])
-                flat = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
-                flat.copy_(both, non_blocking=True)
-            self._stream.synchronize()
-        return [part.tolist() for part in torch.split(flat, sizes)]
+        with torch.cuda.stream(self._stream):  # the current one, where it is None
+            snapshot = Snapshot([tensor.reshape(-1) for tensor in tensors])
+        ends = np.cumsum([tensor.numel() for tensor in tensors])
+        return [part.tolist() for part in np.split(snapshot.wait(), ends[:-1])]

@@ -1,4 +1,4 @@
-"""Numbers of the device on their way to the host, for which nobody waits."""
+"""Numbers of the device on their way to the host, for which no stream waits."""
 
 from __future__ import annotations
 
@@ -30,5 +30,14 @@ class Snapshot:
         """All numbers, in the tensors' order; None while they are on their way."""
         if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             return None
+        return self._numbers()
+
+    def wait(self) -> npt.NDArray[np.int64]:
+        """The same, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers()
+
+    def _numbers(self) -> npt.NDArray[np.int64]:
         numbers: npt.NDArray[np.int64] = self._host.numpy()
         return numbers
