@@ -131,10 +131,14 @@ def layer_us(forward: Forward, routing: str, batch: int, wake: Callable[[], None
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Arguments of `CapturedLayer`, and the split: without limits every miss is fetched."""
+    """Arguments of `CapturedLayer`, and the split: without limits every miss is fetched.
+
+    `waits`: each layer waits for what it promotes, not only the last one.
+    """
 
     limits: Limits | None
     promotions: Limits | None = None
+    waits: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -146,6 +150,7 @@ def arrangements(split: Limits, promotions: Limits) -> dict[str, Arrangement]:
     return {
         "hybrid": Arrangement(split),
         "hybrid, promotions": Arrangement(split, promotions),
+        "hybrid, promotions waited for": Arrangement(split, promotions, waits=True),
         "hybrid, a promotion each step": Arrangement(split, np.minimum(one, misses - split)),
         "hybrid, few are promoted only": Arrangement(
             np.where(few, 0, split), np.where(few, one, promotions)
@@ -186,7 +191,8 @@ class Machine:
     def layers(self, arrangement: Arrangement) -> list[CapturedLayer]:
         """One for each layer, with empty slots."""
         made = []
-        for host, plan in zip(self.host, self.plans, strict=True):
+        for number, (host, plan) in enumerate(zip(self.host, self.plans, strict=True)):
+            ends = arrangement.waits or number == LAYERS - 1
             slots = {
                 name: torch.empty(SLOTS, *tensor.shape[1:], dtype=tensor.dtype, device=CUDA)
                 for name, tensor in host.items()
@@ -199,6 +205,7 @@ class Machine:
                 None if arrangement.limits is None else self.lane.add("layer", plan),
                 policy="lfru",
                 top_k=TOP_K,
+                ends_step=lambda ends=ends: ends,
                 **arrangement.arguments,
             )
             if arrangement.limits is not None:

@@ -97,7 +97,14 @@ class Model:
             plan = engine.plan(SPEC, host, max_tokens=MOST, top_k=TOP_K)
             asks = None if mode == "cache" else self.lane.add(f"layers.{number}", plan)
             layer = CapturedLayer(
-                host, slots, Dense(slots), self.side, asks, policy="lfru", top_k=TOP_K
+                host,
+                slots,
+                Dense(slots),
+                self.side,
+                asks,
+                policy="lfru",
+                top_k=TOP_K,
+                ends_step=lambda number=number: number == LAYERS - 1,
             )
             if asks is not None:
                 layer.split(*SPLITS[mode])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -39,29 +40,37 @@ TOP_K, MOST = 3, 5
 class LateSide(SideStream):
     """A side stream that does what follows as late as it may, and spoils the slots meanwhile."""
 
-    def __init__(self, layer: CapturedLayer, slots: dict[str, torch.Tensor]) -> None:
+    def __init__(self, *layers: tuple[CapturedLayer, dict[str, torch.Tensor]]) -> None:
         super().__init__(CPU)
-        self._fetch = layer.fetch
-        self._slots = slots
-        self._pairs: torch.Tensor | None = None
+        self._layers = layers
+        self._late: list[tuple[CapturedLayer, torch.Tensor]] = []
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        launch = self._fetch.launch
-        self._fetch.launch = self._put_off  # type: ignore[method-assign]
+        for layer, slots in self._layers:
+            layer.fetch.launch = partial(self._put_off, layer, slots)  # type: ignore[method-assign]
         yield
-        self._fetch.launch = launch  # type: ignore[method-assign]
+        for layer, _ in self._layers:
+            del layer.fetch.launch
 
-    def _put_off(self, pairs: torch.Tensor, count: torch.Tensor) -> None:
-        assert self._pairs is None, "the last one has not been waited for"
-        self._pairs = pairs[: int(count)].clone()
-        for tensor in self._slots.values():
-            tensor[self._pairs[:, 1].long()] = float("nan")
+    def _put_off(
+        self,
+        layer: CapturedLayer,
+        slots: dict[str, torch.Tensor],
+        pairs: torch.Tensor,
+        count: torch.Tensor,
+    ) -> None:
+        assert all(other is not layer for other, _ in self._late), "has not been waited for"
+        pairs = pairs[: int(count)].clone()
+        self._late.append((layer, pairs))
+        for tensor in slots.values():
+            tensor[pairs[:, 1].long()] = float("nan")
 
     def join_followed(self) -> None:
-        assert self._pairs is not None
-        self._fetch.launch(self._pairs, torch.tensor([len(self._pairs)], dtype=torch.int32))
-        self._pairs = None
+        assert self._late
+        for layer, pairs in self._late:
+            layer.fetch.launch(pairs, torch.tensor([len(pairs)], dtype=torch.int32))
+        self._late = []
 
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of the last test")
@@ -116,7 +125,7 @@ def test_the_sum_of_the_lanes_is_the_oracles(
         misses = np.arange(num_experts + 1)
         layer.split(np.minimum(misses, fetched), np.minimum(misses, promoted))
         if late:
-            layer._side = LateSide(layer, slots)
+            layer._side = LateSide((layer, slots))
         step = layer.step
         for number in range(6):
             tokens = int(rng.integers(1, MOST + 1))
@@ -169,7 +178,7 @@ def test_an_expert_that_the_cpu_computes_is_in_a_slot_for_the_next_step() -> Non
             policy="lfru",
             top_k=TOP_K,
         )
-        layer._side = LateSide(layer, slots)
+        layer._side = LateSide((layer, slots))
         layer.split(np.zeros(7, np.int64), np.ones(7, np.int64))
         ids = torch.tensor([[4, 0, 5]], dtype=torch.int32)
         weights = torch.rand((1, TOP_K), generator=generator)
@@ -186,6 +195,47 @@ def test_an_expert_that_the_cpu_computes_is_in_a_slot_for_the_next_step() -> Non
         assert (done.misses, done.cpu_experts, done.promoted) == (6, 6, 3)
         assert done.bytes_fetched == 3 * layer.fetch.expert_bytes
         assert cpu.stats()["layer"].requests == 3
+
+
+@interpreted
+def test_what_layers_promote_is_waited_for_when_the_step_ends() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
+    spec = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
+    hosts = [random_shard(spec, 6, generator) for _ in range(3)]
+    slots = [spec.layout.empty(4) for _ in hosts]
+    everyone = torch.tensor([*range(6), -1], dtype=torch.int32)
+    with CpuExpertEngine(threads=1) as engine:
+        cpu = CpuLane(engine, max_layers=3, max_tokens=MOST, device=CPU)
+        layers = [
+            CapturedLayer(
+                host,
+                own,
+                EngineLane(engine, spec, own, TOP_K, MOST),
+                SideStream(CPU),
+                cpu.add(f"{number}", EngineLane(engine, spec, host, TOP_K, MOST).plan),
+                policy="lfru",
+                top_k=TOP_K,
+                ends_step=lambda number=number: number == 2,
+            )
+            for number, (host, own) in enumerate(zip(hosts, slots, strict=True))
+        ]
+        side = LateSide(*zip(layers, slots, strict=True))
+        for layer in layers:
+            layer._side = side
+            layer.split(np.arange(7) // 2, np.full(7, 2))
+        for _ in range(8):
+            for number, layer in enumerate(layers):
+                assert len(side._late) == number, "later layers run beside it"
+                x = torch.randn((2, spec.hidden), generator=generator)
+                ids = np.stack([rng.permutation(6)[:TOP_K] for _ in range(2)])
+                ids = torch.from_numpy(ids).int()
+                weights = torch.rand((2, TOP_K), generator=generator)
+                got = layer.forward(x, weights, ids)
+                expected = oracle.experts(spec, hosts[number], x, ids, weights, everyone)
+                assert oracle.relative_error(got, expected) <= tolerance(spec)
+            assert not side._late
+        assert all(layer.read_counters().promoted for layer in layers)
 
 
 @interpreted

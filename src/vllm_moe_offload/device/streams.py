@@ -44,7 +44,8 @@ class SideStream:
     def follow(self) -> Iterator[None]:
         """Launches inside come after those of the last `fork`, and `join` waits for none of them.
 
-        `join_followed` has to be called before the next `fork`, and before a capture ends.
+        The next `fork`'s come after them. `join_followed` has to be called before what they write
+        is used, and before a capture ends.
         """
         if self._stream is None:
             yield
@@ -54,7 +55,7 @@ class SideStream:
             self._followed.record()
 
     def join_followed(self) -> None:
-        """Let the current stream wait for what was launched in the last `follow`."""
+        """Let the current stream wait for what was launched in each `follow` so far."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._followed)
 

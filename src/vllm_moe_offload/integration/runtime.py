@@ -25,7 +25,11 @@ from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
-from vllm_moe_offload.integration.graphs import limit_capture_sizes, most_captured
+from vllm_moe_offload.integration.graphs import (
+    captures_a_piece,
+    limit_capture_sizes,
+    most_captured,
+)
 from vllm_moe_offload.integration.metrics import DecodeClock, Reporter, Totals, clock, reporter
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.refusals import refuse_reloading
@@ -75,6 +79,8 @@ class OffloadRuntime:
         self._views: dict[str, EngineView] = {}
         self._cpu_lanes: dict[str, EngineLane] = {}
         self._side_stream: SideStream | None = None
+        # Layers behind which a step may end.
+        self._ends: set[str] = set()
         # On a GPU, from its first layer on.
         self._share: CpuShare | None = None
         # Where layers are streamed, from when the first ones are planned.
@@ -97,6 +103,8 @@ class OffloadRuntime:
         if len(self._slots) == len(self._modules):
             return  # called for every tensor that is loaded
         new = [module for name, module in self._modules.items() if name not in self._slots]
+        # Layers of a draft model may run one at a time.
+        self._ends.update(module.layer_name for module in (new if self._slots else new[-1:]))
         plan, needs = self._make_plan(new)
         stays = self._sized_automatically and plan.fits
         self.store.prepare(also_needed=needs)
@@ -172,6 +180,7 @@ class OffloadRuntime:
                 policy=self.config.policy,
                 top_k=module.top_k,
                 cache_topk=share.cache_topk(module.layer_name, module.top_k),
+                ends_step=lambda: module.layer_name in self._ends or captures_a_piece(),
             )
             if request is not None:
                 captured.split(*share.split(captured.step.num_experts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ class CapturedLayer:
     """Three lanes of one step: slots, fetches into slots, and the CPU by its doorbell.
 
     Some of what the CPU computes is *promoted*: fetched meanwhile, and a hit from the next step on.
+    What is promoted has the bus until the step ends, also while later layers compute; their own
+    fetches come behind it.
 
     Args:
         host: name -> ``[E, ...]``, every expert, in memory that the device reads.
@@ -37,6 +39,8 @@ class CapturedLayer:
         top_k: K.
         cache_topk: With a CPU lane, a miss is fetched only if it is among so many heaviest experts
             of some token; None for K.
+        ends_step: Whether the step, or what captures it, may end behind the layer that is computed
+            now: what was promoted is waited for there. The layers of a step share `side`.
 
     `step` decides, `fetch` copies what it lists.
 
@@ -55,6 +59,7 @@ class CapturedLayer:
         policy: str,
         top_k: int,
         cache_topk: int | None = None,
+        ends_step: Callable[[], bool] = lambda: True,
     ) -> None:
         some = next(iter(slots.values()))
         num_experts, num_slots = next(iter(host.values())).shape[0], some.shape[0]
@@ -62,6 +67,7 @@ class CapturedLayer:
         self._resident = resident
         self._side = side
         self._cpu = cpu
+        self._ends_step = ends_step
         self._limits: npt.NDArray[np.integer[Any]] = np.arange(num_experts + 1)
         self._waves: dict[int, int] = {}
         most = waves_needed(self._limits, MAX_CAPTURED * top_k, num_slots, policy)
@@ -125,8 +131,9 @@ class CapturedLayer:
         summed = torch.empty_like(x)
         self._cpu.wait()
         self._cpu.join(out, step.cpu_map, summed)
-        # Whatever comes next may read the slots.
-        self._side.join_followed()
+        if self._ends_step():
+            # Whatever comes next may read the slots.
+            self._side.join_followed()
         return summed
 
     def _in_waves(
