@@ -18,6 +18,10 @@ constexpr int64_t kScratchBytes = int64_t{1} << 30;
 // Tasks a thread should find in a phase, so that the last ones to end do not keep it waiting long.
 constexpr int64_t kTasksPerThread = 16;
 
+// Rows of a task are multiples of this, but for few experts; those of the down product always:
+// their sums are a cache line.
+constexpr int64_t kUsualRows = 16;
+
 // Where tokens are packed, the most rows of a task: the results of as many are kept from one panel
 // of columns to the next.
 constexpr int64_t kPackedRows = 16 * kRowBlock;
@@ -35,10 +39,22 @@ int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) 
 
 int64_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : 2; }
 
-// Rows of a task when `rows` rows are cut for each of `repeats` groups.
-int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads) {
+// Rows of a task when `rows` rows are cut for each of `repeats` groups: multiples of kUsualRows
+// that give each thread many tasks. With one expert or two there are not that many: then as few
+// rows, at least `least`, as let the threads end together. A task costs about a quarter of a row by
+// itself.
+int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads, int64_t least) {
   const int64_t wanted = rows * repeats / (threads * kTasksPerThread);
-  return std::clamp(wanted / kRowAlign * kRowAlign, kRowAlign, kRowBlock);
+  int64_t best = std::clamp(wanted / kUsualRows * kUsualRows, kUsualRows, kRowBlock);
+  int64_t best_time = std::numeric_limits<int64_t>::max();
+  for (int64_t size = best; size >= least; size -= kRowAlign) {
+    const int64_t time = ceil_div(ceil_div(rows, size) * repeats, threads) * (4 * size + 1);
+    if (time < best_time) {
+      best = size;
+      best_time = time;
+    }
+  }
+  return best;
 }
 
 // The same where tokens are packed. Each task reads all of its group's tokens, from the cache that
@@ -266,12 +282,13 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
   for (int64_t g = 0; g < pairs.group_count(); ++g) all_pairs += pairs.groups()[g].count;
   const int64_t tokens_a_group = all_pairs / std::max<int64_t>(1, pairs.group_count());
   const bool packed = pairs.block_count() > 0;
-  chunk.up_rows = packed ? packed_rows_per_task(inner_rows, pairs.group_count(), pool.threads(),
-                                                tokens_a_group, kPackedRows / 2)
-                         : rows_per_task(inner_rows, pairs.group_count(), pool.threads());
+  chunk.up_rows = packed
+                      ? packed_rows_per_task(inner_rows, pairs.group_count(), pool.threads(),
+                                             tokens_a_group, kPackedRows / 2)
+                      : rows_per_task(inner_rows, pairs.group_count(), pool.threads(), kRowAlign);
   chunk.down_rows =
       packed ? packed_rows_per_task(layer_.hidden, 1, pool.threads(), tokens_a_group, kPackedRows)
-             : rows_per_task(layer_.hidden, 1, pool.threads());
+             : rows_per_task(layer_.hidden, 1, pool.threads(), kUsualRows);
   const int64_t blocks = ceil_div(inner_rows, chunk.up_rows);
   int64_t threads = 0;
   for (size_t node = 0; node < pool.node_threads().size(); ++node) {

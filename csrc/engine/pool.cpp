@@ -2,10 +2,10 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -13,6 +13,19 @@
 
 namespace moe {
 namespace {
+
+std::atomic<int64_t> forks{0};
+
+// How many forks lie between this process and the one that asked first. Unlike asking for the
+// process's number, no system call: those are dear in some sandboxes, and each call of a pool asks.
+int64_t fork_count() {
+  static const int failed = pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  if (failed != 0) throw std::bad_alloc();
+  return forks.load(std::memory_order_relaxed);
+}
+
+// The pool to whose first core this thread is pinned.
+thread_local const Pool* pinned_by = nullptr;
 
 // Waits until `value` differs from `seen`: spins, then sleeps.
 void wait_for_change(const std::atomic<uint32_t>& value, uint32_t seen,
@@ -46,7 +59,7 @@ bool has(const std::vector<int>& cpus, int cpu) {
 }  // namespace
 
 Pool::Pool(const std::vector<Core>& cores, int threads)
-    : threads_(threads), owner_process_(getpid()) {
+    : threads_(threads), made_after_(fork_count()) {
   if (threads < 1 || threads > static_cast<int>(cores.size())) {
     throw std::invalid_argument("an engine of " + std::to_string(threads) +
                                 " threads was asked for, and this process may use " +
@@ -82,7 +95,7 @@ Pool::~Pool() {
   for (std::thread& thread : workers_) thread.join();
 }
 
-bool Pool::usable() const { return getpid() == owner_process_; }
+bool Pool::usable() const { return fork_count() == made_after_; }
 
 void Pool::require_usable() const {
   if (!usable()) {
@@ -96,12 +109,15 @@ void Pool::spin_for(std::chrono::microseconds spin) {
   spin_.store(spin, std::memory_order_relaxed);
 }
 
-void Pool::pin_caller() const { run_on({first_cpu_}); }
+void Pool::pin_caller() const {
+  run_on({first_cpu_});
+  pinned_by = this;
+}
 
 // Moved and let free again, a thread stays where it is until it has a reason to leave, so this is
 // done once in a while.
 void Pool::leave_workers_core() const {
-  if (!has(worker_cpus_, sched_getcpu())) return;
+  if (pinned_by == this || !has(worker_cpus_, sched_getcpu())) return;
   const std::vector<int> allowed = callers_cpus();
   if (!has(allowed, first_cpu_)) return;
   run_on({first_cpu_});

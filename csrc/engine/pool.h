@@ -87,7 +87,7 @@ class Pool {
   static constexpr std::chrono::microseconds kSpin{100};
 
   const int threads_;
-  const int64_t owner_process_;
+  const int64_t made_after_;  // so many forks
   int first_cpu_ = 0;
   std::vector<int> worker_cpus_;
   std::vector<int> node_threads_;

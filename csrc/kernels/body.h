@@ -275,23 +275,24 @@ inline void zero_padding(const moe::Work& work, typename W::Operand* inner) {
   }
 }
 
-// `count` activated values to columns [k, k + count) of an inner row; k is a multiple of kRowAlign.
+// `count` activated values to columns [k, k + count) of an inner row.
 template <class W>
 inline void store_activated(const float* values, int64_t count, int64_t k,
                             typename W::Operand* inner) {
-  using moe::kRowAlign;
-  for (int64_t r = 0; r < count; r += kRowAlign) {
-    typename W::Operand operands[kRowAlign];
-    for (int64_t i = 0; i < kRowAlign; i += V::kWidth) {
+  constexpr int64_t kColumns = 16;
+  for (int64_t r = 0; r < count; r += kColumns) {
+    typename W::Operand operands[kColumns];
+    for (int64_t i = 0; i < kColumns; i += V::kWidth) {
       V::store(operands + i, V::load(values + r + i));
     }
-    // Within so few columns positions are known here, but for where they begin.
-    typename W::Operand* to = inner + W::position(k + r);
-    if (count - r >= kRowAlign) {
+    if (count - r >= kColumns && (k + r) % kColumns == 0) {
+      // Within so few columns positions are known here, but for where they begin.
+      typename W::Operand* to = inner + W::position(k + r);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kRowAlign; ++i) to[W::position(i)] = operands[i];
+      for (int64_t i = 0; i < kColumns; ++i) to[W::position(i)] = operands[i];
     } else {
-      for (int64_t i = 0; i < count - r; ++i) to[W::position(i)] = operands[i];
+      const int64_t left = min_of(kColumns, count - r);
+      for (int64_t i = 0; i < left; ++i) inner[W::position(k + r + i)] = operands[i];
     }
   }
 }

@@ -16,7 +16,7 @@ inline constexpr int64_t kTokenBlock = 64;
 inline constexpr int64_t kRowBlock = 32;
 // Row ranges of tasks are multiples of this, so that the same rows always share a register block
 // and a sum does not depend on how the work was split.
-inline constexpr int64_t kRowAlign = 16;
+inline constexpr int64_t kRowAlign = 4;
 // Operand rows are padded with zeros to a multiple of this many elements: kernels need no tail on
 // the activations' side.
 inline constexpr int64_t kOperandAlign = 128;

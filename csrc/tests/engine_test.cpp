@@ -41,12 +41,13 @@ void test_sets_agree(const Case& c) {
   }
 }
 
-// Cores said to be on nodes of their own: other shares, the same sums.
+// Cores said to be on nodes of their own, and more than there may be: other shares, the same sums.
 void test_nodes(const Case& c) {
   const Shard shard(c, 4);
   std::vector<moe::Core> cores = moe::physical_cores();
   const auto flat = std::make_shared<moe::Engine>(1, "");
-  for (size_t i = 0; i < cores.size(); ++i) cores[i].node = static_cast<int>(i);
+  while (cores.size() < 5) cores.push_back(cores.front());
+  for (size_t i = 0; i < cores.size(); ++i) cores[i].node = static_cast<int>(i / 2);
   const auto pool = std::make_shared<moe::Pool>(cores, static_cast<int>(cores.size()));
   const auto split = std::make_shared<moe::Engine>(pool, "");
   for (const int64_t tokens : {1, 9, 50}) {
