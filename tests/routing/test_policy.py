@@ -68,7 +68,7 @@ def test_lfru_is_decayed_frequency_over_age() -> None:
         used = [e for e in uses if step in uses[e]]
         policy.observe(mask(*used))
         for e in uses:
-            frequency[e] = frequency[e] * (1 - 1 / 64) + (e in used)
+            frequency[e] = frequency[e] * (1 - 1 / 32) + (e in used)
     expected = {e: frequency[e] / (1 + 9 - max(uses[e])) for e in uses}
     got = policy.score() / (1 << 16)
     for e in uses:

@@ -28,7 +28,7 @@ COUNT_MASK = tl.constexpr((1 << 10) - 1)
 
 # As in routing/policy.py and routing/waves.py.
 ONE = tl.constexpr(1 << 16)
-DECAY_SHIFT = tl.constexpr(6)
+DECAY_SHIFT = tl.constexpr(5)
 PASSING_SHARE = tl.constexpr(4)
 
 NUM_COUNTERS = tl.constexpr(8)

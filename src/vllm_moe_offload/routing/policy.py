@@ -83,13 +83,13 @@ class LFU(Policy):
 class LFRU(Policy):
     """The expert of the lowest decayed frequency over age leaves: ``frequency / (1 + age)``.
 
-    Frequency is a fixed-point number that loses 1/64 of itself each step (half of it in 44 steps)
+    Frequency is a fixed-point number that loses 1/32 of itself each step (half of it in 22 steps)
     and gains 1 in a step that uses the expert; age counts the steps since the last use.
     """
 
     name = "lfru"
     ONE: ClassVar[int] = 1 << 16
-    DECAY_SHIFT: ClassVar[int] = 6
+    DECAY_SHIFT: ClassVar[int] = 5
 
     @override
     def observe(self, used: BoolArray) -> None:
