@@ -228,7 +228,7 @@ class Session:
         self.shape = models.Shape.of(self.model, options.dtype)
         if options.slots is not None and not 1 <= options.slots <= self.shape.experts:
             raise SystemExit(f"--slots {options.slots}: give 1 to {self.shape.experts}")
-        self.slots: int = options.slots or max(1, self.shape.experts // 5)
+        self.slots: int = options.slots or max(1, round(self.shape.experts / 5))
         self.rows: list[Row] = []
         self._numbered = 0
         self._at_once: int = options.gpus * options.together
