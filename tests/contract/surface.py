@@ -271,11 +271,13 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     "vllm/config/compilation.py": {
         "CompilationConfig": {
             "static_forward_context": None,
+            "mode": None,
             "cudagraph_mode": None,
             "cudagraph_capture_sizes": None,
             "max_cudagraph_capture_size": None,
         },
         "CUDAGraphMode": {"NONE": None, "PIECEWISE": None},
+        "CompilationMode": {"NONE": None},
     },
     "vllm/model_executor/layers/mamba/abstract.py": {"MambaBase": {"get_state_shape": ["self"]}},
     "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},

@@ -415,3 +415,45 @@ def test_interpreter_exits_while_it_serves() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_interpreter_exits_while_a_stalled_request_is_computed() -> None:
+    """What the thread that is left to itself reads and writes stays until the process is gone."""
+    code = (
+        "from tests.engine import test_doorbell as t\n"
+        "engine = t.CpuExpertEngine(isa='scalar')\n"
+        "doorbell, layer = t.endless(engine)\n"
+        "print(layer.wait(), doorbell.error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "computing it did not end within 0.3 s" in result.stdout
+
+
+def endless(engine: CpuExpertEngine) -> tuple[Doorbell, GpuLayer]:
+    """A doorbell at a request that takes the scalar kernels longer than an interpreter's exit."""
+    spec = ExpertSpec(2048, 2048, Activation.SILU, Format.FP32)
+    shard = {one.name: torch.zeros(1, *one.shape, dtype=one.dtype) for one in spec.layout.tensors}
+    tokens, top_k = 2048, 16
+    plan = engine.plan(spec, shard, max_tokens=tokens, top_k=top_k)
+    board = make_board(1)
+    x, out = torch.zeros(tokens, spec.hidden), torch.zeros(tokens, spec.hidden)
+    ids, weights = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
+    expert_map = torch.tensor([0, -1], dtype=torch.int32)
+    doorbell = engine.doorbell(board, 1, timeout=0.3)
+    mailbox = doorbell.add(
+        "layers.0",
+        plan,
+        x=x,
+        topk_ids=ids,
+        topk_weights=weights,
+        expert_map=expert_map,
+        out=out,
+    )
+    doorbell.start()
+    layer = GpuLayer(spec, shard, plan, board, x, ids, weights, expert_map, out, mailbox)
+    layer.tokens[0] = tokens
+    layer.ring()
+    return doorbell, layer

@@ -19,11 +19,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 import torch
 from vllm import LLM
-from vllm import envs as vllm_envs
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.e2e import checkpoints
 from tests.e2e.engines import decoded, engine
+from tests.e2e.processes import PROMPTS, check_failure_ends, engine_process, printed_error
 from tests.engine.faults import end_service_thread, kept_busy
 from tests.gpu.oracle import checked_layers
 from vllm_moe_offload import CpuLaneError, moe_offload_args
@@ -44,8 +43,6 @@ SETTINGS: dict[str, Any] = {
     },
     **moe_offload_args(mode="cpu"),
 }
-# vLLM pads three rows to the four of a graph.
-PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
 SECONDS = 5
 
 
@@ -101,27 +98,12 @@ def test_a_step_of_a_lane_that_fails_ends(fault: Any, checkpoint: Path) -> None:
 
 
 def test_an_engine_in_a_process_of_its_own_is_shut_down(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    checkpoint: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    vllm_envs.disable_envs_cache()
-    with engine(checkpoint, **SETTINGS) as llm:
-        decoded(llm, PROMPTS, 4)
-        processes = llm.llm_engine.engine_core.resources.engine_manager.processes
-        assert all(process.is_alive() for process in processes)
-        llm.collective_rpc(end_thread)
-        began = time.perf_counter()
-        with pytest.raises(EngineDeadError):
-            decoded(llm, PROMPTS, 4)
-        assert time.perf_counter() - began < SECONDS
-        for process in processes:
-            process.join(30)
-        assert not any(process.is_alive() for process in processes)
-    vllm_envs.disable_envs_cache()
-    printed = "".join(capfd.readouterr())
-    error = "".join(line for line in printed.splitlines() if "CpuLaneError: " in line)
+    with engine_process(checkpoint, **SETTINGS) as (llm, process):
+        heard, gone = check_failure_ends(llm, process, end_thread)
+    error = printed_error("".join(capfd.readouterr()))
+    print(f"\nthe client heard after {heard:.2f} s, the process was gone after {gone:.2f} s")
     assert re.search(r"model\.layers\.\d+", error)
     assert CAUSES[thread_exit] in error
 

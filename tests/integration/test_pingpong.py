@@ -13,7 +13,7 @@ checkpoints = pytest.importorskip("tests.e2e.checkpoints", reason="needs transfo
 pytest.importorskip("vllm")
 
 import torch  # noqa: E402
-from vllm.config.compilation import CUDAGraphMode  # noqa: E402
+from vllm.config.compilation import CompilationMode, CUDAGraphMode  # noqa: E402
 from vllm.model_executor.models import qwen3_moe  # noqa: E402
 
 from tests.e2e.engines import Prompts, engine, greedy, resize, stats  # noqa: E402
@@ -287,6 +287,37 @@ def test_where_it_would_do_nothing_it_is_refused(
     experts.quant_method = method
     with pytest.raises(ConfigError, match="make one for each layer"):
         runners[1].routed_experts.quant_method = method
+
+
+@pytest.mark.parametrize(
+    ("changed", "done"),
+    [
+        ({"cudagraph_mode": CUDAGraphMode.FULL_DECODE_ONLY}, "captured"),
+        ({"mode": CompilationMode.DYNAMO_TRACE_ONCE}, "compiled"),
+    ],
+)
+def test_where_steps_are_replayed_it_is_refused(
+    changed: dict[str, Any],
+    done: str,
+    by_hand: tuple[Any, list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock, runners = by_hand
+    (compilation,) = stock.collective_rpc(lambda worker: worker.vllm_config.compilation_config)
+    experts = runners[1].routed_experts
+    for name, value in changed.items():
+        monkeypatch.setattr(compilation, name, value)
+    before = experts.quant_method
+    with pytest.raises(InactiveError, match=rf"layers\.1\..* has {done} .*enforce_eager=True"):
+        experts.quant_method = PingpongUnquantizedFusedMoEMethod(experts.moe_config)
+    assert experts.quant_method is before
+
+
+def test_a_compiled_engine_refuses_it(model: Path) -> None:
+    with engine(model, enforce_eager=False) as compiled:
+        experts = _model(compiled).model.layers[0].mlp.experts.routed_experts
+        with pytest.raises(InactiveError, match="the engine has compiled its steps"):
+            experts.quant_method = PingpongUnquantizedFusedMoEMethod(experts.moe_config)
 
 
 def test_on_quantised_experts_it_is_refused(by_hand: tuple[Any, list[Any]]) -> None:

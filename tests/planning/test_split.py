@@ -5,6 +5,7 @@ And what is promoted beside it is as much as the bus has time for.
 
 from __future__ import annotations
 
+import timeit
 from fractions import Fraction
 
 import numpy as np
@@ -43,6 +44,42 @@ def test_no_other_number_ends_sooner(
         taken = [seconds(rates, misses, fetched) for fetched in allowed]
         soonest = min(taken)
         assert chosen == max(f for f in allowed if taken[f] == soonest)
+
+
+def by_trying_all(rates: LaneRates, num_experts: int, most: int | None) -> np.ndarray:
+    """`fetch_limits`, of a table of every number of misses by every number fetched."""
+    misses = np.arange(num_experts + 1)[:, None]
+    fetched = np.arange(num_experts + 1)[None, :]
+    left = misses - fetched
+    beside = np.minimum(fetched / rates.fetch_beside_cpu, left / rates.cpu_beside_fetch)
+    alone = (fetched - beside * rates.fetch_beside_cpu) / rates.fetch
+    alone += (left - beside * rates.cpu_beside_fetch) / rates.cpu
+    seconds = beside + alone
+    seconds[left < 0] = np.inf
+    if most is not None:
+        seconds[:, most + 1 :] = np.inf
+    is_soonest = seconds <= seconds.min(axis=1, keepdims=True) * (1 + 1e-9)
+    return num_experts - np.argmax(is_soonest[:, ::-1], axis=1)
+
+
+BYTES = st.floats(1e8, 1e12) | st.sampled_from([1e9, 2e9, 3e9, 5e10, 1e11])
+
+
+@given(
+    fetch=BYTES, cpu=BYTES, beside=BYTES, under=BYTES, num_experts=st.integers(1, 520),
+    most=st.none() | st.integers(0, 520),
+)  # fmt: skip
+def test_as_many_as_by_trying_all(
+    fetch: float, cpu: float, beside: float, under: float, num_experts: int, most: int | None
+) -> None:
+    rates = LaneRates(fetch, cpu, beside, under)
+    chosen = fetch_limits(rates, num_experts, most)
+    np.testing.assert_array_equal(chosen, by_trying_all(rates, num_experts, most))
+
+
+def test_another_split_takes_little_of_a_step() -> None:
+    times = timeit.repeat(lambda: promotion_limits(H100, fetch_limits(H100, 512)), number=1)
+    assert min(times) < 1e-3
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from dataclasses import dataclass
 from typing import Final
@@ -17,9 +18,6 @@ DONE: Final = _engine.DONE
 FAILED: Final = _engine.FAILED
 
 BOARD_ALIGN: Final = _engine.BOARD_ALIGN
-
-# What a service thread that never ended may still write to: not to be freed.
-_abandoned: list[list[torch.Tensor]] = []
 
 
 @dataclass(frozen=True)
@@ -211,4 +209,6 @@ class Doorbell:
 
 def _stop(native: _engine.Doorbell, tensors: list[torch.Tensor]) -> None:
     if not native.stop():
-        _abandoned.append(tensors)
+        # The thread that was left to itself reads and writes them, also while the interpreter
+        # exits, which clears what modules hold: one reference more than is ever given back.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensors))

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.compilation import CompilationMode, CUDAGraphMode
 from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
+from vllm.platforms import current_platform
 
 from vllm_moe_offload.errors import ConfigError, InactiveError, UnsupportedError
+from vllm_moe_offload.integration.worker import warm_config
 
 _WEIGHT, _BUFFER = "w13_weight", "w13_buffer"
 
@@ -23,8 +26,7 @@ _WEIGHT, _BUFFER = "w13_weight", "w13_buffer"
 class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
     """vLLM's unquantised method, with the layer's `w13_buffer` in place of its `w13_weight`.
 
-    For a layer without offload of this package, in an eager engine (a compiled or captured one goes
-    on with what it has traced), whose owner fills buffers::
+    For a layer without offload of this package, in an eager engine, whose owner fills buffers::
 
         experts = runner.routed_experts
         experts.quant_method = PingpongUnquantizedFusedMoEMethod(experts.moe_config)
@@ -35,9 +37,10 @@ class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
     it. Without a buffer, or with None, the layer computes from its own weights.
 
     Put where vLLM would never call it, it raises InactiveError: on the runner, under another name,
-    on a layer that is offloaded or whose kernel routes inside. On a layer with quantised experts
-    it raises UnsupportedError, on a second layer ConfigError, and in a step whose buffer is unlike
-    the weights ValueError.
+    on a layer that is offloaded or whose kernel routes inside, in an engine whose graphs have been
+    captured or, on vLLM's CPU build, whose layers have been compiled. On a layer with quantised
+    experts it raises UnsupportedError, on a second layer ConfigError, and in a step whose buffer is
+    unlike the weights ValueError.
     """
 
     def __init__(self, moe: FusedMoEConfig) -> None:
@@ -91,6 +94,7 @@ class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
                 f"{layer.layer_name}: its experts are quantised ({type(present).__name__}), and "
                 f"{type(self).__name__} is for those that are not: use mode='stream'"
             )
+        _refuse_replays(layer, type(self).__name__)
         if present.is_monolithic:
             raise InactiveError(
                 f"{layer.layer_name}: its kernel routes inside and would not call "
@@ -98,6 +102,23 @@ class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
             )
         for name in ("unquantized_backend", "experts_cls", "moe_kernel", "moe_quant_config"):
             setattr(self, name, getattr(present, name))
+
+
+def _refuse_replays(layer: RoutedExperts, method: str) -> None:
+    """InactiveError where steps go on with what was captured or traced before."""
+    config = warm_config(layer.layer_name, layer)
+    if config is None:
+        return
+    compilation = config.compilation_config
+    # Elsewhere compiled code calls the layer, which is an operator of vLLM's, in every step.
+    is_traced = current_platform.is_cpu() and compilation.mode != CompilationMode.NONE
+    is_captured = compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE)
+    if is_captured or is_traced:
+        raise InactiveError(
+            f"{layer.layer_name}: the engine has {'captured' if is_captured else 'compiled'} its "
+            f"steps, and they would not call a {method} that comes later: start it with "
+            "enforce_eager=True, or use mode='stream'"
+        )
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +15,14 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vllm_moe_offload.errors import ConfigError, InactiveError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
     from vllm_moe_offload.config import OffloadConfig
     from vllm_moe_offload.integration.runtime import OffloadRuntime
 
 _RUNTIME = "_moe_offload_runtime"
+# Those of this process whose code is compiled and whose graphs are captured.
+_warm: weakref.WeakSet[WorkerWrapperBase] = weakref.WeakSet()
 
 
 def install() -> None:
@@ -106,6 +111,7 @@ def _shutdown(original: Callable[[WorkerWrapperBase], None]) -> Callable[[Worker
 def _warm_up(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> Any:
     """The worker's own warm-up, whose steps are not counted."""
     times = self.worker.compile_or_warm_up_model(*args, **kwargs)
+    _warm.add(self)
     runtime = self.__dict__.get(_RUNTIME)
     if runtime is not None:
         runtime.warmed_up()
@@ -133,6 +139,18 @@ def _load_model(self: WorkerWrapperBase, *args: Any, **kwargs: Any) -> None:
         if loading is not None and loading.runtime is not None:
             loading.runtime.close()
         raise
+
+
+def warm_config(layer_name: str, experts: object) -> VllmConfig | None:
+    """The configuration of the engine that has been warmed up with this layer of experts.
+
+    None while it has not been, or of an engine of another process.
+    """
+    for wrapper in _warm:
+        context = wrapper.vllm_config.compilation_config.static_forward_context
+        if getattr(context.get(layer_name), "routed_experts", None) is experts:
+            return wrapper.vllm_config
+    return None
 
 
 def ask_for_offload(asked_by: str) -> None:

@@ -33,20 +33,20 @@ def fetch_limits(
     by itself. Of numbers that end together the larger: what is fetched may be a hit in a later
     step. most: a limit on the experts fetched a step.
     """
-    misses = np.arange(num_experts + 1)[:, None]
-    fetched = np.arange(num_experts + 1)[None, :]
+    misses = np.arange(num_experts + 1)
+    top = misses if most is None else np.minimum(misses, most)
+    # By what is fetched the time is two straight lines, which meet where both lanes end together:
+    # no number is better than all of those beside that point and the two at the ends.
+    together = misses * (rates.fetch_beside_cpu / (rates.fetch_beside_cpu + rates.cpu_beside_fetch))
+    fetched = np.minimum([np.zeros_like(misses), np.floor(together), np.ceil(together), top], top)
     left = misses - fetched
     beside = np.minimum(fetched / rates.fetch_beside_cpu, left / rates.cpu_beside_fetch)
     alone = (fetched - beside * rates.fetch_beside_cpu) / rates.fetch
     alone += (left - beside * rates.cpu_beside_fetch) / rates.cpu
     seconds = beside + alone
-    seconds[left < 0] = np.inf
-    if most is not None:
-        seconds[:, most + 1 :] = np.inf
     # Rounding may not decide between those that end together.
-    is_soonest = seconds <= seconds.min(axis=1, keepdims=True) * (1 + 1e-9)
-    limits: npt.NDArray[np.int64] = num_experts - np.argmax(is_soonest[:, ::-1], axis=1)
-    return limits
+    is_soonest = seconds <= seconds.min(axis=0) * (1 + 1e-9)
+    return np.asarray(np.where(is_soonest, fetched, 0).max(axis=0), np.int64)
 
 
 def promotion_limits(
