@@ -71,7 +71,7 @@ def uva_arguments(shape: Shape, slots: int) -> dict[str, Any]:
 
 
 def prefetch_arguments(shape: Shape, slots: int) -> dict[str, Any]:
-    """A group and how many of its layers are offloaded; one buffer of a layer is among the bytes."""
+    """A group and how many of its layers are offloaded; one buffer of a layer counts as well."""
     keep = experts_on_gpu(shape, slots) / shape.experts
     best: tuple[float, int, int] | None = None
     for group in range(1, shape.layers + 1):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
+from tests.stream.buffers import poison, poison_buffers
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -95,12 +97,6 @@ class Model:
         rounding = torch.finfo(got.dtype).eps / 2
         allowed = tolerance(self.spec) + rounding
         assert not real.any() or oracle.relative_error(got[real], expected) <= allowed
-
-
-def poison(shard: Mapping[str, torch.Tensor]) -> None:
-    """What is not copied shows."""
-    for tensor in shard.values():
-        tensor.view(torch.uint8).fill_(0xFF)
 
 
 def in_slots(layer: OffloadedLayer) -> tuple[list[int], list[torch.Tensor]]:
@@ -245,6 +241,34 @@ def test_an_error_of_the_cpus_part_ends_the_step(engine: CpuExpertEngine) -> Non
     assert not started & set(threading.enumerate())
 
 
+def test_the_cpus_part_of_a_failed_step_ends_before_another_is_read(
+    engine: CpuExpertEngine,
+) -> None:
+    """It reads the memory that the next step's rows are staged in."""
+    model = Model(engine, [(8, 3)], buffer_experts=1)
+    model.leave_some_to_the_cpu(0.0, 0.0)
+    streamed, tail = model.layers[0]._streamed, model.streamer.tail
+    cpu, lane = streamed.cpu, streamed.buffers[0].lane
+    compute, wave, choose = cpu.compute, lane.compute, tail.choose
+    failed, ends = threading.Event(), []
+
+    def late(*given: Any) -> None:
+        assert failed.wait(timeout=60)
+        time.sleep(0.05)
+        compute(*given)
+        ends.append("computed")
+
+    cpu.compute, lane.compute = late, None
+    with pytest.raises(TypeError):
+        model.step(0, 40)
+    failed.set()
+    cpu.compute, lane.compute = compute, wave
+    tail.choose = lambda *given: (ends.append("read"), choose(*given))[1]
+    model.step(0, 40)
+    assert ends == ["computed", "read"]
+    model.streamer.close()
+
+
 def test_the_cpus_part_is_computed_while_waves_are_launched(engine: CpuExpertEngine) -> None:
     """It ends only when the last wave has begun, and its sum is in the output all the same."""
     model = Model(engine, [(8, 3)], buffer_experts=1)
@@ -341,8 +365,7 @@ def test_a_wrong_copy_is_noticed(engine: CpuExpertEngine, buffer_experts: int) -
     model.step(0, 20)
     copies = model.streamer._copies
     copy, copies.copy = copies.copy, lambda pairs, **marks: copy(pairs[1:], **marks)
-    for buffer in model.layers[0]._streamed.buffers:
-        poison(buffer.tensors)
+    poison_buffers(model.layers[0])
     model.streamer.end()
     with pytest.raises(AssertionError):
         model.step(0, 20)
