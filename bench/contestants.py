@@ -1,9 +1,9 @@
 """Who is compared, and what each is started with: the same GPU bytes for the experts.
 
-The bytes are those of `slots` slots a layer. vLLM's own ways to offload are coarser (a parameter
-of a layer, a layer): they get the next size up, so never less than ours. `cpu` has no experts on
-the GPU and `stream` two buffers of a layer's size, whatever `slots` says. What each really took is
-measured and stands beside its figures (`expert_gpu_gib`).
+The bytes are those of `slots` slots a layer and of the two buffers of streamed layers. vLLM's own
+ways to offload are coarser (a parameter of a layer, a layer): they get the next size up, so never
+less than ours. `cpu` has no experts on the GPU and `stream` two buffers of a layer's size, whatever
+`slots` says. What each really took is measured and stands beside its figures (`expert_gpu_gib`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.models import Shape
+from vllm_moe_offload.planning import stream_experts
 
 OURS = ("auto", "hybrid", "cache", "cpu", "stream")
 STOCK = ("vllm-gpu", "vllm-uva", "vllm-prefetch")
@@ -28,7 +29,7 @@ class Contestant:
 
 
 def make(name: str, shape: Shape, slots: int) -> Contestant:
-    """The contestant `name` with the GPU bytes of `slots` slots a layer."""
+    """The contestant `name` with the GPU bytes of `slots` slots a layer and the buffers."""
     if name in OURS:
         from vllm_moe_offload import moe_offload_args
 
@@ -45,12 +46,18 @@ def make(name: str, shape: Shape, slots: int) -> Contestant:
     raise ValueError(f"unknown contestant {name!r}; what exists: {', '.join((*OURS, *STOCK))}")
 
 
+def experts_on_gpu(shape: Shape, slots: int) -> int:
+    """Experts of all layers that ours have memory for on the GPU, in slots and buffers."""
+    buffers = 2 * stream_experts(shape.experts)
+    return min(slots * shape.layers + buffers, shape.experts * shape.layers)
+
+
 def uva_arguments(shape: Shape, slots: int) -> dict[str, Any]:
     """``cpu_offload_gb`` for it: vLLM offloads parameters in order until it has reached that.
 
     An expert's first matrices (``w13``) are two thirds of it, the second one third.
     """
-    keep = slots * shape.layers * shape.expert_bytes
+    keep = experts_on_gpu(shape, slots) * shape.expert_bytes
     total = shape.expert_bytes_total
     third = shape.experts * shape.expert_bytes / 3
     offloaded = 0.0
@@ -64,8 +71,8 @@ def uva_arguments(shape: Shape, slots: int) -> dict[str, Any]:
 
 
 def prefetch_arguments(shape: Shape, slots: int) -> dict[str, Any]:
-    """A group and how many of its layers are offloaded; one buffer of a layer comes on top."""
-    keep = slots * shape.layers / shape.experts
+    """A group and how many of its layers are offloaded; one buffer of a layer counts as well."""
+    keep = experts_on_gpu(shape, slots) / shape.experts
     best: tuple[float, int, int] | None = None
     for group in range(1, shape.layers + 1):
         for offloaded in range(1, group + 1):

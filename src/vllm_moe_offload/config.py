@@ -98,10 +98,16 @@ class OffloadConfig(BaseModel):
     )
     stream_threshold: int | Literal["auto", "off"] = Field(
         default="auto",
-        description="Steps of more rows than this pass whole layers through two buffers of the "
-        "device, each as large as a layer's experts; on a GPU at least 64, up to which steps are "
-        "decided on the device. auto: from where it is faster, as measured at start-up, if the "
-        "buffers leave half of the memory to the slots (not in vLLM's CPU build); off: never.",
+        description="Steps of more rows than this pass each layer's missing experts through two "
+        "buffers of the device; on a GPU at least 64, up to which steps are decided on the device. "
+        "auto: from where it is faster, as measured at start-up, if the buffers leave half of the "
+        "memory to the slots (not in vLLM's CPU build); off: never.",
+    )
+    stream_experts: int | Auto = Field(
+        default="auto",
+        description="Experts that each of the two buffers of streamed layers holds: a layer of "
+        "more passes in waves. auto: an eighth of a layer's experts; all of them in the mode "
+        "stream, which takes no fewer.",
     )
     cpu_threads: int | Auto = Field(
         default="auto",
@@ -158,7 +164,10 @@ class OffloadConfig(BaseModel):
     def _consistent(self, info: ValidationInfo) -> OffloadConfig:
         if info.context == _ONE_OF_TWO_SOURCES:
             return self
-        for name in ("slots_per_layer", "cache_topk", "update_expert_num", "cpu_threads"):
+        for name in (
+            *("slots_per_layer", "cache_topk", "update_expert_num"),
+            *("stream_experts", "cpu_threads"),
+        ):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name}={value}: give at least 1, or 'auto'")
@@ -193,6 +202,12 @@ class OffloadConfig(BaseModel):
                         f"mode={self.mode!r} has no slots, so {name} would decide nothing: "
                         "leave it out, or use mode='cache'"
                     )
+        if self.stream_experts != "auto" and (self.mode == "cpu" or self.stream_threshold == "off"):
+            why = f"mode={self.mode!r}" if self.mode == "cpu" else "stream_threshold='off'"
+            raise ValueError(
+                f"with {why} nothing is streamed, so stream_experts would decide nothing: leave "
+                "one of them out"
+            )
         self._check_prefetch()
         return self
 

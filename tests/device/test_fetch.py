@@ -97,6 +97,22 @@ def test_drawn_lists_over_drawn_layouts(data: st.DataObject) -> None:
 
 
 @marked
+@settings(max_examples=20 if INTERPRETED else 100, deadline=None)
+@given(data=st.data())
+def test_experts_in_other_rows_and_some_in_none(data: st.DataObject) -> None:
+    case = Case(layout_of(LAYOUTS["odd"]), num_experts=6, num_slots=5)
+    in_rows = data.draw(st.lists(st.integers(0, 8), min_size=6, max_size=6, unique=True))
+    rows = torch.full((9,), -1, dtype=torch.int32)
+    rows[torch.tensor(in_rows)] = torch.arange(6, dtype=torch.int32)
+    experts = data.draw(st.permutations(range(9)))
+    pairs = list(zip(experts, range(data.draw(st.integers(0, 5))), strict=False))
+    case.set(pairs)
+    fetch = ExpertFetch(case.host, case.slots, data.draw(st.integers(1, 7)), block=32)
+    fetch.launch(case.pairs, case.count, rows.to(DEVICE))
+    case.check([(in_rows.index(expert), slot) for expert, slot in pairs if expert in in_rows])
+
+
+@marked
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_layouts_of_formats(name: str) -> None:
     case = Case(layout_of(LAYOUTS[name]), num_experts=9, num_slots=8)

@@ -24,6 +24,7 @@ from tests.e2e.engines import decoded, engine, stats
 from tests.gpu import checkpoints
 from tests.gpu.oracle import checked_layers
 from tests.gpu.test_captured import CAPTURED, NEW, RUNNERS, SIZES, Drawn, draw, is_accepted, prompts
+from tests.stream.buffers import poison_buffers
 from vllm_moe_offload import (
     PingpongUnquantizedFusedMoEMethod,
     copy_all_experts_to_gpu,
@@ -152,8 +153,7 @@ def are_equal(one: Generated, other: Generated) -> bool:
 def poison(llm: LLM) -> None:
     """Every byte of both buffers becomes part of a NaN."""
     for checked in checked_layers(llm):
-        for tensor in checked.layer._streamed.buffer.values():
-            tensor.view(torch.uint8).fill_(0xFF)
+        poison_buffers(checked.layer)
     torch.cuda.synchronize()
 
 
@@ -278,8 +278,9 @@ def test_a_fault_in_the_graphs(
     monkeypatch.setattr(CopyStream, "copy", drop)
     with engine(checkpoint, dtype="bfloat16", **STREAM, **CAPTURED, **SIZES) as llm:
         for checked in checked_layers(llm):
-            for tensor in checked.layer._streamed.buffer.values():
-                tensor[:3].zero_()
+            for buffer in checked.layer._streamed.buffers:
+                for tensor in buffer.tensors.values():
+                    tensor[:3].zero_()
         drawn["full graphs: experts dropped"] = draw(llm)
 
 
@@ -289,8 +290,9 @@ def test_a_fault_eagerly(
     with engine(checkpoint, dtype="bfloat16", **STREAM, **WAYS["eager"], **SIZES) as llm:
         monkeypatch.setattr(CopyStream, "copy", drop)
         for checked in checked_layers(llm):
-            for tensor in checked.layer._streamed.buffer.values():
-                tensor[:3].zero_()
+            for buffer in checked.layer._streamed.buffers:
+                for tensor in buffer.tensors.values():
+                    tensor[:3].zero_()
         drawn["eager: experts dropped"] = draw(llm)
 
 

@@ -113,7 +113,8 @@ def test_a_format_that_converts_gives_what_it_gives_for_all_experts(num_slots: i
     assert torch.equal(layer.w13_input_scale, whole.w13_input_scale), "the largest of all experts"
 
 
-def test_a_buffer_and_slots_are_bound_to_one_layer_with_a_lane_for_each() -> None:
+@pytest.mark.parametrize("size", [E, 2])
+def test_a_buffer_and_slots_are_bound_to_one_layer_with_a_lane_for_each(size: int) -> None:
     seen = []
 
     def apply(layer: Layer, x: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -134,13 +135,13 @@ def test_a_buffer_and_slots_are_bound_to_one_layer_with_a_lane_for_each() -> Non
     binder = SlotBinder(layer, process, experts, torch.device("cpu"))
     slots = binder.bind(0, 3)
     over_slots = FormatLane(layer)
-    memory = BufferMemory(buffer_bytes(ExpertLayout.of(experts), E), torch.device("cpu"))
+    memory = BufferMemory(buffer_bytes(ExpertLayout.of(experts), size), torch.device("cpu"))
     buffer = binder.bind_buffer(memory)
     over_buffer = FormatLane(layer)
     x = torch.ones(2, 6)
     for lane in (over_buffer, over_slots, over_slots, over_buffer):
         lane.output(x, x, x, None)
-    both = [(buffer["w13_weight"].data_ptr(), E, E), (slots["w13_weight"].data_ptr(), 3, 3)]
+    both = [(buffer["w13_weight"].data_ptr(), size, size), (slots["w13_weight"].data_ptr(), 3, 3)]
     assert seen == [both[0], both[1], both[1], both[0]]
     assert memory.holds(buffer["w13_weight"])
     assert layer.quant_method.moe.num_local_experts == E

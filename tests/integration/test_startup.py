@@ -131,17 +131,59 @@ def test_a_budget_sizes_the_slots(model: Path) -> None:
 
 
 def test_a_budget_is_for_slots_and_buffers(model: Path) -> None:
-    with engine(model, **moe_offload_args(gpu_memory_gib=0.00107, stream_threshold=64)) as ours:
-        done = stats(ours)
-        (slots,) = {layer["slots"] for layer in done["layers"].values()}
-        assert done["buffer_bytes"] == 2 * 16 * 24576
-        assert slots == (int(0.00107 * 2**30) - done["buffer_bytes"]) // (3 * 24576)
-        assert done["stream_threshold"] == 64
-    with (
-        pytest.raises(Exception, match=r"two buffers for streamed layers need 0.0007 GiB"),
-        engine(model, **moe_offload_args(gpu_memory_gib=0.0005, stream_threshold=64)),
-    ):
-        pass
+    """Of an eighth of a layer's 16 experts each, unless it is said."""
+    for asked, size in (("auto", 2), (3, 3), (16, 16)):
+        settings = moe_offload_args(
+            gpu_memory_gib=0.00107, stream_threshold=64, stream_experts=asked
+        )
+        with engine(model, **settings) as ours:
+            done = stats(ours)
+            (slots,) = {layer["slots"] for layer in done["layers"].values()}
+            assert {layer["buffer_experts"] for layer in done["layers"].values()} == {size}
+            assert done["buffer_bytes"] == 2 * size * 24576
+            assert slots == (int(0.00107 * 2**30) - done["buffer_bytes"]) // (3 * 24576)
+            assert done["stream_threshold"] == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"gpu_memory_gib": 0.0005, "stream_threshold": 64, "stream_experts": 16},
+            MemoryShortError,
+            r"two buffers for streamed layers need 0.0007 GiB.*smaller buffers \(stream_experts",
+        ),
+        (
+            {"slots_per_layer": 4, "stream_threshold": 64, "stream_experts": 17},
+            ConfigError,
+            r"stream_experts=17, but .* has 16 experts, and no layer has more: give at most 16",
+        ),
+        (
+            {"slots_per_layer": 4, "stream_experts": 4},
+            ConfigError,
+            r"stream_experts=4, but in vLLM's CPU build nothing is streamed unless",
+        ),
+        (
+            {"mode": "stream", "stream_experts": 15},
+            ConfigError,
+            r"stream_experts=15 with mode='stream'.* layer of 16 .* leave stream_experts out",
+        ),
+        ({"mode": "stream", "stream_experts": 17}, ConfigError, r"give at most 16"),
+    ],
+)
+def test_buffers_that_do_not_go_stop_the_start(
+    model: Path, settings: dict, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        start(model, settings)
+
+
+def test_buffers_hold_whole_layers_in_the_mode_stream(model: Path) -> None:
+    for settings in ({}, {"stream_experts": 16}):
+        with engine(model, **moe_offload_args(mode="stream", **settings)) as ours:
+            done = stats(ours)
+            assert {layer["buffer_experts"] for layer in done["layers"].values()} == {16}
+            assert done["buffer_bytes"] == 2 * 16 * 24576
 
 
 def test_the_first_copies_start_with_the_step(

@@ -36,9 +36,11 @@ def engine() -> Iterator[CpuExpertEngine]:
 
 
 class Model:
-    """One layer of random experts, whose slots and buffer show what was not copied."""
+    """One layer of random experts, whose slots and buffers show what was not copied."""
 
-    def __init__(self, engine: CpuExpertEngine, streams: bool = True) -> None:
+    def __init__(
+        self, engine: CpuExpertEngine, buffer_experts: int = EXPERTS, streams: bool = True
+    ) -> None:
         self.generator = torch.Generator().manual_seed(0)
         self.host = random_shard(SPEC, EXPERTS, self.generator)
 
@@ -60,11 +62,13 @@ class Model:
             capture=capture if INTERPRETED else None,
         )
         self.streamer = LayerStreamer(CopyStream(CPU), MAX_CAPTURED)
-        buffer = BufferMemory(buffer_bytes(SPEC.layout, EXPERTS), CPU).tensors(SPEC.layout, EXPERTS)
-        for tensor in (*buffer.values(), *self.layer._slots.cache.tensors.values()):
-            tensor.fill_(float("nan"))
+        nbytes = buffer_bytes(SPEC.layout, buffer_experts)
+        buffers = [BufferMemory(nbytes, CPU).tensors(SPEC.layout, buffer_experts) for _ in range(2)]
+        for shard in (*buffers, self.layer._slots.cache.tensors):
+            for tensor in shard.values():
+                tensor.fill_(float("nan"))
         if streams:
-            self.layer.stream_through(self.streamer, buffer, lane(buffer))
+            self.layer.stream_through(self.streamer, [(buffer, lane(buffer)) for buffer in buffers])
 
     def step(self, experts: list[int], rows: int, requests: list[int] | None = None) -> None:
         """A step of rows of these experts: the oracle's output, and slots that are as they say."""
@@ -96,8 +100,15 @@ class Model:
         return set(np.flatnonzero(self.slot_of >= 0).tolist())
 
 
-def test_a_prompt_leaves_what_its_last_rows_use(engine: CpuExpertEngine) -> None:
-    model = Model(engine)
+# Whole in a buffer, and in waves.
+sizes = pytest.mark.parametrize("buffer_experts", [EXPERTS, EXPERTS - 1, 5, 1])
+
+
+@sizes
+def test_a_prompt_leaves_what_its_last_rows_use(
+    engine: CpuExpertEngine, buffer_experts: int
+) -> None:
+    model = Model(engine, buffer_experts)
     first = torch.arange(TOP_K).repeat(ROWS - 40, 1)
     last = torch.tensor([[8, 9], [10, 11]]).repeat(20, 1)
     model.check(torch.cat([first, last]), torch.tensor([0, ROWS], dtype=torch.int32))
@@ -112,8 +123,9 @@ def test_a_prompt_leaves_what_its_last_rows_use(engine: CpuExpertEngine) -> None
     assert model.layer.counters.kept == 0
 
 
-def test_running_requests_keep_theirs(engine: CpuExpertEngine) -> None:
-    model = Model(engine)
+@sizes
+def test_running_requests_keep_theirs(engine: CpuExpertEngine, buffer_experts: int) -> None:
+    model = Model(engine, buffer_experts)
     for _ in range(40):
         model.step([0, 1], 2)
     prompt = torch.tensor([[4, 5], [6, 7], [8, 9], [10, 11]]).repeat(ROWS // 4, 1)[: ROWS - 1]
@@ -124,18 +136,40 @@ def test_running_requests_keep_theirs(engine: CpuExpertEngine) -> None:
     assert len(model.in_slots()) == SLOTS
 
 
-def test_experts_of_the_cpu_are_not_kept(engine: CpuExpertEngine) -> None:
-    model = Model(engine)
+@sizes
+def test_experts_of_the_cpu_are_not_kept(engine: CpuExpertEngine, buffer_experts: int) -> None:
+    model = Model(engine, buffer_experts)
     model.streamer.tail = CpuTail(TailRates(1.0, 0.0, 0.0))
     for _ in range(4):
         model.step(list(range(EXPERTS)), ROWS, [0, ROWS])
         model.step([1, 5, 7], 2)
     assert model.layer.counters.cpu_experts > 0
     assert model.layer.counters.kept > 0
+    model.streamer.close()
 
 
-def test_without_requests_slots_stay_as_they_are(engine: CpuExpertEngine) -> None:
-    model = Model(engine)
+@sizes
+def test_a_step_that_fails_leaves_no_slot_that_its_table_is_wrong_about(
+    engine: CpuExpertEngine, buffer_experts: int
+) -> None:
+    """By the last copy out of a buffer; some have been made where there are several waves."""
+    model = Model(engine, buffer_experts)
+    model.step([0, 1, 2, 3], 3)
+    kept = model.layer._slots.kept
+    take, kept.take = kept.take, None
+    with pytest.raises(TypeError):
+        model.step(list(range(EXPERTS)), ROWS, [0, ROWS])
+    kept.take = take
+    model.step([0, 1, 8, 9], 3)
+    model.step(list(range(EXPERTS)), ROWS, [0, ROWS])
+    model.step([0, 1, 8, 9], 3)
+
+
+@sizes
+def test_without_requests_slots_stay_as_they_are(
+    engine: CpuExpertEngine, buffer_experts: int
+) -> None:
+    model = Model(engine, buffer_experts)
     model.step([0, 1], 2)
     before = model.in_slots()
     model.step(list(range(EXPERTS)), ROWS)

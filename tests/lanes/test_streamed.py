@@ -1,8 +1,11 @@
-"""A layer whose large steps pass through a buffer: the oracle's output, and slots as they were."""
+"""A layer whose large steps pass through buffers: the oracle's output, and slots as they were."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
+from tests.stream.buffers import poison, poison_buffers
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -40,8 +44,9 @@ class Model:
         format_: Format = Format.FP32,
         policy: str = "lfru",
         seed: int = 0,
+        buffer_experts: int = 100,
     ) -> None:
-        """sizes: experts and slots of each layer."""
+        """sizes: experts and slots of each layer; buffer_experts: what a buffer holds at most."""
         self.spec = ExpertSpec(24, 10, Activation.SILU, format_, bool(seed % 2))
         self.rng = np.random.default_rng(seed)
         self.streamer = LayerStreamer(CopyStream(CPU), THRESHOLD)
@@ -53,10 +58,10 @@ class Model:
         def lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
             return EngineLane(engine, self.spec, tensors, TOP_K, 64)
 
-        most = max(experts for experts, _ in sizes)
+        most = min(max(experts for experts, _ in sizes), buffer_experts)
         memory = [BufferMemory(buffer_bytes(self.spec.layout, most), CPU) for _ in range(2)]
         self.layers = []
-        for number, (host, (experts, slots)) in enumerate(zip(self.hosts, sizes, strict=True)):
+        for host, (experts, slots) in zip(self.hosts, sizes, strict=True):
             layer = OffloadedLayer(
                 host,
                 HostDevice(),
@@ -66,11 +71,12 @@ class Model:
                 num_slots=slots,
                 policy=policy,
             )
-            buffer = memory[number % 2].tensors(ExpertLayout.of(host), experts)
+            size = min(experts, buffer_experts)
+            buffers = [each.tensors(ExpertLayout.of(host), size) for each in memory]
             slots = layer._slots.cache.tensors if slots else {}
-            for tensor in (*buffer.values(), *slots.values()):
-                tensor.view(torch.uint8).fill_(0xFF)  # what was not copied shows
-            layer.stream_through(self.streamer, buffer, lane(buffer))
+            for shard in (*buffers, slots):
+                poison(shard)
+            layer.stream_through(self.streamer, [(buffer, lane(buffer)) for buffer in buffers])
             self.layers.append(layer)
 
     def leave_some_to_the_cpu(self, cpu: float, row: float) -> None:
@@ -107,6 +113,7 @@ def in_slots(layer: OffloadedLayer) -> tuple[list[int], list[torch.Tensor]]:
     format_=st.sampled_from([Format.FP32, Format.BF16, Format.FP8_CHANNEL]),
     policy=st.sampled_from(["lfru", "static"]),
     tail=st.none() | st.tuples(st.floats(0, 2), st.floats(0, 0.5)),
+    buffer_experts=st.integers(1, 9),
     seed=st.integers(0, 2**31),
 )
 def test_streamed_and_other_steps_in_any_order(
@@ -117,10 +124,11 @@ def test_streamed_and_other_steps_in_any_order(
     format_: Format,
     policy: str,
     tail: tuple[float, float] | None,
+    buffer_experts: int,
     seed: int,
 ) -> None:
     sizes = [(experts + i % 2, max(1, int(share * experts))) for i in range(layers)]
-    model = Model(engine, sizes, format_, policy, seed)
+    model = Model(engine, sizes, format_, policy, seed, buffer_experts)
     if tail is not None:
         model.leave_some_to_the_cpu(*tail)
     for turn in range(6):
@@ -131,12 +139,14 @@ def test_streamed_and_other_steps_in_any_order(
             if model.rng.random() < 0.2:
                 rows = 1 + int(model.rng.integers(2 * THRESHOLD))
             model.step(number, rows, padded=0.3 * (turn % 2))
+    model.streamer.close()
 
 
+@pytest.mark.parametrize("buffer_experts", [2, 8])
 def test_a_streamed_step_leaves_the_slots_and_the_policy_as_they_were(
-    engine: CpuExpertEngine,
+    engine: CpuExpertEngine, buffer_experts: int
 ) -> None:
-    model = Model(engine, [(8, 3), (8, 3)])
+    model = Model(engine, [(8, 3), (8, 3)], buffer_experts=buffer_experts)
     layer = model.layers[0]
     model.step(0, 2)
     table, tensors = in_slots(layer)
@@ -147,8 +157,12 @@ def test_a_streamed_step_leaves_the_slots_and_the_policy_as_they_were(
         assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
 
 
-def test_counters_of_streamed_steps(engine: CpuExpertEngine) -> None:
-    model = Model(engine, [(8, 3), (8, 8)])
+@pytest.mark.parametrize(("buffer_experts", "waves"), [(8, 1), (7, 2), (3, 3), (1, 6)])
+def test_counters_of_streamed_steps(
+    engine: CpuExpertEngine, buffer_experts: int, waves: int
+) -> None:
+    """Of 8 experts 3 are in slots; those and the others are waves."""
+    model = Model(engine, [(8, 3), (8, 8)], buffer_experts=buffer_experts)
     layer = model.layers[0]
     model.step(0, 2)
     before = layer.counters
@@ -157,10 +171,10 @@ def test_counters_of_streamed_steps(engine: CpuExpertEngine) -> None:
         model.step(0, 40, padded)
     done = layer.counters
     occupied = sum(slot >= 0 for slot in in_slots(layer)[0])
-    assert occupied
+    assert occupied == 3
     assert done.streamed == 2
     assert done.bytes_streamed == 2 * (8 - occupied) * layer.layout.nbytes
-    assert (done.steps, done.waves) == (before.steps + 2, before.waves + 2)
+    assert (done.steps, done.waves) == (before.steps + 2, before.waves + 2 * waves)
     assert before.tokens + 40 < done.tokens < before.tokens + 80
     assert (done.hits, done.misses, done.bytes_fetched) == (
         before.hits,
@@ -175,12 +189,18 @@ def test_counters_of_streamed_steps(engine: CpuExpertEngine) -> None:
     assert model.layers[1].counters.streamed == 0, "every expert is in its slot"
 
 
-@pytest.mark.parametrize(("cpu", "least", "most"), [(0.0, 5, 5), (1.0, 3, 5), (99.0, 0, 0)])
+@pytest.mark.parametrize(
+    ("cpu", "buffer_experts", "least", "most"),
+    [(0.0, 8, 5, 5), (1.0, 8, 3, 5), (99.0, 8, 0, 0), (0.0, 2, 6, 6), (99.0, 2, 0, 0)],
+)
 def test_the_split_between_the_bus_and_the_cpu(
-    engine: CpuExpertEngine, cpu: float, least: int, most: int
+    engine: CpuExpertEngine, cpu: float, buffer_experts: int, least: int, most: int
 ) -> None:
-    """Of 8 experts in no slot a third, 3, are copied before it is known what they are used for."""
-    model = Model(engine, [(8, 3), (8, 3)])
+    """Of 8 experts in no slot a third, 3, are copied before it is known what they are used for.
+
+    Unless a buffer holds fewer.
+    """
+    model = Model(engine, [(8, 3), (8, 3)], buffer_experts=buffer_experts)
     model.leave_some_to_the_cpu(cpu, 0.0)
     for number in range(2):
         model.step(number, 50, padded=0.3)
@@ -189,19 +209,91 @@ def test_the_split_between_the_bus_and_the_cpu(
         assert done.bytes_streamed == (8 - done.cpu_experts) * model.layers[0].layout.nbytes
 
 
+@pytest.mark.parametrize(("buffer_experts", "copied"), [(8, 4), (2, 3), (1, 3)])
 def test_experts_that_nobody_uses_are_not_copied_once_that_is_known(
-    engine: CpuExpertEngine,
+    engine: CpuExpertEngine, buffer_experts: int, copied: int
 ) -> None:
-    model = Model(engine, [(8, 3)])
+    """Those ahead are 0, 1 and 2, or as many as a buffer holds."""
+    model = Model(engine, [(8, 3)], buffer_experts=buffer_experts)
     model.leave_some_to_the_cpu(99.0, 0.0)
     layer = model.layers[0]
     x, weights = torch.ones(20, 24), torch.ones(20, TOP_K)
     layer.forward(x, weights, torch.tensor([[0, 1, 7]]).repeat(20, 1))
-    assert layer.counters.bytes_streamed == 4 * layer.layout.nbytes
+    assert layer.counters.bytes_streamed == copied * layer.layout.nbytes
+
+
+def test_an_error_of_the_cpus_part_ends_the_step(engine: CpuExpertEngine) -> None:
+    before = set(threading.enumerate())
+    model = Model(engine, [(8, 3), (8, 3)], buffer_experts=2)
+    model.leave_some_to_the_cpu(0.0, 0.0)
+    cpu = model.layers[0]._streamed.cpu
+    compute, cpu.compute = cpu.compute, None
+    with pytest.raises(TypeError):
+        model.step(0, 40)
+    assert model.streamer._next is None, "the next layer begins a step of its own"
+    cpu.compute = compute
+    for number in (0, 1, 0):
+        model.step(number, 40)
+    started = set(threading.enumerate()) - before
+    assert {thread.name.split("_")[0] for thread in started} == {"moe-offload-tail"}
+    model.streamer.close()
+    model.streamer.close()
+    assert not started & set(threading.enumerate())
+
+
+def test_the_cpus_part_of_a_failed_step_ends_before_another_is_read(
+    engine: CpuExpertEngine,
+) -> None:
+    """It reads the memory that the next step's rows are staged in."""
+    model = Model(engine, [(8, 3)], buffer_experts=1)
+    model.leave_some_to_the_cpu(0.0, 0.0)
+    streamed, tail = model.layers[0]._streamed, model.streamer.tail
+    cpu, lane = streamed.cpu, streamed.buffers[0].lane
+    compute, wave, choose = cpu.compute, lane.compute, tail.choose
+    failed, ends = threading.Event(), []
+
+    def late(*given: Any) -> None:
+        assert failed.wait(timeout=60)
+        time.sleep(0.05)
+        compute(*given)
+        ends.append("computed")
+
+    cpu.compute, lane.compute = late, None
+    with pytest.raises(TypeError):
+        model.step(0, 40)
+    failed.set()
+    cpu.compute, lane.compute = compute, wave
+    tail.choose = lambda *given: (ends.append("read"), choose(*given))[1]
+    model.step(0, 40)
+    assert ends == ["computed", "read"]
+    model.streamer.close()
+
+
+def test_the_cpus_part_is_computed_while_waves_are_launched(engine: CpuExpertEngine) -> None:
+    """It ends only when the last wave has begun, and its sum is in the output all the same."""
+    model = Model(engine, [(8, 3)], buffer_experts=1)
+    model.leave_some_to_the_cpu(0.4, 0.0)
+    streamed = model.layers[0]._streamed
+    launched = threading.Semaphore(0)
+    compute, outputs = streamed.cpu.compute, [buffer.lane.compute for buffer in streamed.buffers]
+    waves = 2
+
+    def late(*given: Any) -> None:
+        for _ in range(waves):
+            assert launched.acquire(timeout=60)
+        compute(*given)
+
+    streamed.cpu.compute = late
+    for buffer, wave in zip(streamed.buffers, outputs, strict=True):
+        buffer.lane.compute = lambda *given, wave=wave: (launched.release(), wave(*given))
+    model.step(0, 40)
+    assert model.layers[0].counters.waves >= waves
+    assert model.layers[0].counters.cpu_experts > 0
+    model.streamer.close()
 
 
 def test_new_weights_and_new_slots_between_streamed_steps(engine: CpuExpertEngine) -> None:
-    model = Model(engine, [(6, 2), (6, 2), (6, 2)])
+    model = Model(engine, [(6, 2), (6, 2), (6, 2)], buffer_experts=4)
     model.step(0, 20)
     for tensor in model.hosts[1].values():
         tensor.mul_(0.5)
@@ -218,12 +310,19 @@ def test_new_weights_and_new_slots_between_streamed_steps(engine: CpuExpertEngin
     experts=st.integers(3, 8),
     layers=st.integers(1, 4),
     format_=st.sampled_from([Format.FP32, Format.BF16, Format.FP8_CHANNEL]),
+    buffer_experts=st.integers(1, 9),
     seed=st.integers(0, 2**31),
 )
 def test_without_slots_steps_of_every_size_are_streamed(
-    engine: CpuExpertEngine, experts: int, layers: int, format_: Format, seed: int
+    engine: CpuExpertEngine,
+    experts: int,
+    layers: int,
+    format_: Format,
+    buffer_experts: int,
+    seed: int,
 ) -> None:
-    model = Model(engine, [(experts + i % 2, 0) for i in range(layers)], format_, seed=seed)
+    sizes = [(experts + i % 2, 0) for i in range(layers)]
+    model = Model(engine, sizes, format_, seed=seed, buffer_experts=buffer_experts)
     model.streamer.threshold = 0
     rows = [1 + int(model.rng.integers(2 * THRESHOLD)) for _ in range(4)]
     for turn, count in enumerate(rows):
@@ -231,7 +330,9 @@ def test_without_slots_steps_of_every_size_are_streamed(
             model.step(number, count, padded=0.3 * (turn % 2))
     for layer in model.layers:
         done = layer.counters
-        assert (done.steps, done.streamed, done.waves) == (4, 4, 4)
+        waves = -(-layer.num_experts // min(buffer_experts, layer.num_experts))
+        assert (done.steps, done.streamed, done.waves) == (4, 4, 4 * waves)
+        assert layer.buffer_experts == min(buffer_experts, layer.num_experts)
         assert done.bytes_streamed == 4 * layer.host_bytes
         assert rows[0] + rows[2] <= done.tokens <= sum(rows)
         assert (done.hits, done.misses, done.bytes_fetched, done.cpu_experts) == (0, 0, 0, 0)
@@ -257,14 +358,14 @@ def test_without_slots_a_step_that_is_not_streamed_is_the_cpus(engine: CpuExpert
     assert model.layers[0].counters.cpu_experts > 0 == model.layers[0].counters.streamed
 
 
-def test_a_wrong_copy_is_noticed(engine: CpuExpertEngine) -> None:
+@pytest.mark.parametrize("buffer_experts", [2, 6])
+def test_a_wrong_copy_is_noticed(engine: CpuExpertEngine, buffer_experts: int) -> None:
     """The checks above can fail: an expert that was not copied."""
-    model = Model(engine, [(6, 2)])
+    model = Model(engine, [(6, 2)], buffer_experts=buffer_experts)
     model.step(0, 20)
     copies = model.streamer._copies
     copy, copies.copy = copies.copy, lambda pairs, **marks: copy(pairs[1:], **marks)
-    for tensor in model.layers[0]._streamed.buffer.values():
-        tensor.view(torch.uint8).fill_(0xFF)
+    poison_buffers(model.layers[0])
     model.streamer.end()
     with pytest.raises(AssertionError):
         model.step(0, 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class LateCopies:
         after.wait()
         for to, source in pairs:
             self._machine.enqueue(lambda to=to, source=source: to.copy_(source))
-            self.copied += len(to)
+            self.copied += len(to) if to.dtype != torch.int32 else 0  # those are maps
         done.record()
         self._machine.current = COMPUTING
 
@@ -113,18 +113,18 @@ class LateStreamer(LayerStreamer):
         for to, source in pairs:
             self._machine.enqueue(lambda to=to, source=source: to.copy_(source))
 
-    def _read_tables(self) -> Any:
+    def _read_tables(self) -> None:
         if any((layer.in_slots().slot_of >= 0).any() for layer in self._layers):
             self._machine.finish()
-        return super()._read_tables()
+        super()._read_tables()
 
 
 class LateLane:
-    """Adds up the experts of a buffer one by one: a layer whose expert e is ``x * v[e]``."""
+    """Adds up the experts of a shard one by one: a layer whose expert e is ``x * v[e]``."""
 
-    def __init__(self, machine: Machine, buffer: dict[str, torch.Tensor]) -> None:
+    def __init__(self, machine: Machine, shard: Mapping[str, torch.Tensor]) -> None:
         self._machine = machine
-        self._buffer = buffer
+        self._shard = shard
 
     def output(
         self,
@@ -133,25 +133,38 @@ class LateLane:
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
     ) -> torch.Tensor:
-        out = torch.zeros_like(x)
+        out = torch.empty_like(x)
+        self.compute(x, topk_weights, topk_ids, expert_map, out, False)
+        return out
 
+    def compute(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        out: torch.Tensor,
+        accumulate: bool,
+    ) -> None:
         def add(k: int) -> None:
             ids = topk_ids[:, k].long()
             here = torch.ones_like(ids, dtype=torch.bool)
             if expert_map is not None:
                 here, ids = expert_map[ids] >= 0, expert_map[ids].clamp_min(0).long()
-            rows = self._buffer["v"][ids]
+            rows = self._shard["v"][ids]
             out.add_(torch.where(here[:, None], topk_weights[:, k : k + 1] * rows * x, 0.0))
 
+        if not accumulate:
+            out.fill_(float("nan"))
+            self._machine.enqueue(out.zero_)
         for k in range(topk_ids.shape[1]):
             self._machine.enqueue(lambda k=k: add(k))
-        return out
 
 
 class HostLane:
     """The same over all experts in host memory, at once."""
 
-    def __init__(self, host: dict[str, torch.Tensor]) -> None:
+    def __init__(self, host: Mapping[str, torch.Tensor]) -> None:
         self._host = host
 
     def compute(
@@ -164,8 +177,9 @@ class HostLane:
         accumulate: bool,
     ) -> None:
         assert not accumulate
-        here = (expert_map[topk_ids.long()] >= 0).float() * topk_weights
-        out.copy_((here[:, :, None] * self._host["v"][topk_ids.long()] * x[:, None]).sum(1))
+        rows = expert_map[topk_ids.long()].long()
+        here = (rows >= 0).float() * topk_weights
+        out.copy_((here[:, :, None] * self._host["v"][rows.clamp_min(0)] * x[:, None]).sum(1))
 
 
 class LateTail(CpuTail):
@@ -179,8 +193,8 @@ class LateTail(CpuTail):
         self._machine.finish()
         return super().read(*given)
 
-    def add(self, out: torch.Tensor, *given: Any) -> torch.Tensor:
-        partial = super().add(torch.zeros_like(out), *given)
+    def add(self, out: torch.Tensor) -> torch.Tensor:
+        partial = super().add(torch.zeros_like(out))
         total = torch.empty_like(out)
         self._machine.enqueue(lambda: total.copy_(out + partial))
         return total

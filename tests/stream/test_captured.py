@@ -48,18 +48,17 @@ class PingPong:
         self.hosts = [{"v": torch.from_numpy(layer)} for layer in draw]
         layout = ExpertLayout.of(self.hosts[0])
         memory = [BufferMemory(buffer_bytes(layout, EXPERTS), CPU) for _ in "01"]
-        nowhere = InSlots({}, torch.full((EXPERTS,), -1, dtype=torch.int32))
+        nowhere = InSlots({}, torch.full((EXPERTS,), -1, dtype=torch.int32), None)
         self.layers = []
-        for number, host in enumerate(self.hosts):
-            buffer = memory[number % 2].tensors(layout, EXPERTS)
-            self.layers.append(
-                self.streamer.add(host, buffer, Lane(buffer), Lane(host), lambda: nowhere)
-            )
+        for host in self.hosts:
+            buffers = [each.tensors(layout, EXPERTS) for each in memory]
+            bound = [(buffer, Lane(buffer)) for buffer in buffers]
+            self.layers.append(self.streamer.add(host, bound, Lane(host), lambda: nowhere))
 
     def layer(self, number: int) -> None:
         x, weights = torch.ones(4, HIDDEN), torch.rand(4, TOP_K)
         ids = torch.arange(4 * TOP_K).view(4, TOP_K) % EXPERTS
-        done = self.layers[number].output(x, weights, ids.int(), ids.int(), lambda in_buffer: None)
+        done = self.layers[number].output(x, weights, ids.int(), ids.int(), None)
         expected = Lane(self.hosts[number]).output(x, weights, ids, None)
         assert torch.equal(done.out, expected)
         assert done.copied == EXPERTS
@@ -139,8 +138,8 @@ class Replayed(Model):
         """On the computing stream alone: the graph fills both buffers and reads them."""
 
         def item() -> None:
-            for layer in self.layers:
-                layer.buffer["v"].fill_(float("nan"))
+            for buffer in self.layers[0].buffers:
+                buffer.tensors["v"].fill_(float("nan"))
 
         self.machine.enqueue(item)
 
@@ -167,7 +166,8 @@ def test_a_replay_comes_after_the_copies_of_a_step_that_was_not_run(delay: str) 
     model.replay()
     model.machine.finish()
     model.machine.finish_copying()
-    assert model.layers[0].buffer["v"].isnan().all(), "and not overwritten by them"
+    for buffer in model.layers[0].buffers:
+        assert buffer.tensors["v"].isnan().all(), "and not overwritten by them"
 
 
 def test_the_check_of_replays_notices_a_mark_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +177,8 @@ def test_the_check_of_replays_notices_a_mark_left_out(monkeypatch: pytest.Monkey
 
     def late(first: int = 0) -> None:
         with monkeypatch.context() as patch:
-            for buffer in model.streamer._buffers:
-                patch.setattr(buffer.free, "record", lambda: None)
+            for marks in model.streamer._marks:
+                patch.setattr(marks.free, "record", lambda: None)
             begin(first)
 
     monkeypatch.setattr(model.streamer, "begin", late)

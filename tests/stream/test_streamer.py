@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stream.machine import DELAYS, HostLane, LateLane, LateStreamer, LateTail, Machine
-from vllm_moe_offload.experts import ExpertLayout
+from vllm_moe_offload.experts import ExpertLayout, TensorSpec
 from vllm_moe_offload.planning import TailRates
-from vllm_moe_offload.stream import BufferMemory, InSlots, StreamedLayer, buffer_bytes
-from vllm_moe_offload.stream.streamer import Keep, _runs
+from vllm_moe_offload.stream import BufferMemory, InSlots, Keep, StreamedLayer, buffer_bytes
 
 CPU = torch.device("cpu")
 HIDDEN, TOP_K = 3, 2
@@ -24,27 +22,34 @@ HIDDEN, TOP_K = 3, 2
 class Model:
     """Layers of random experts, some of them in slots; buffers and other slots are NaN."""
 
-    def __init__(self, machine: Machine, sizes: Sequence[tuple[int, int]], seed: int = 0) -> None:
-        """sizes: experts and slots of each layer."""
+    def __init__(
+        self,
+        machine: Machine,
+        sizes: Sequence[tuple[int, int]],
+        seed: int = 0,
+        buffer_experts: int = 100,
+    ) -> None:
+        """sizes: experts and slots of each layer; buffer_experts: what a buffer holds at most."""
         self.machine = machine
         self.streamer = LateStreamer(machine)
         self.rng = np.random.default_rng(seed)
         self.hosts = [{"v": self.draw(experts, HIDDEN)} for experts, _ in sizes]
         self.residents: list[InSlots] = []
-        self.computed = self.looked = 0
-        layouts = [(ExpertLayout.of(host), len(host["v"])) for host in self.hosts]
+        self.computed = self.kept = 0
+        layouts = [
+            (ExpertLayout.of(host), min(len(host["v"]), buffer_experts)) for host in self.hosts
+        ]
         memory = [BufferMemory(max(buffer_bytes(*one) for one in layouts), CPU) for _ in "01"]
         self.layers: list[StreamedLayer] = []
         for number, (experts, slots) in enumerate(sizes):
-            buffer = memory[number % 2].tensors(*layouts[number])
-            buffer["v"].fill_(float("nan"))
+            buffers = [each.tensors(*layouts[number]) for each in memory]
+            for buffer in buffers:
+                buffer["v"].fill_(float("nan"))
             self.residents.append(self.fill(number, experts, slots))
-            lane = LateLane(machine, buffer)
             self.layers.append(
                 self.streamer.add(
                     self.hosts[number],
-                    buffer,
-                    lane,
+                    [(buffer, LateLane(machine, buffer)) for buffer in buffers],
                     HostLane(self.hosts[number]),
                     lambda number=number: self.residents[number],
                 )
@@ -57,70 +62,119 @@ class Model:
         """Other experts in the slots of a layer; what they hold is twice what host memory does."""
         slot_of = np.full(experts, -1, np.int32)
         slot_of[self.rng.choice(experts, slots, replace=False)] = self.rng.permutation(slots)
-        tensors = torch.full((slots, HIDDEN), float("nan"))
+        tensors = {"v": torch.full((slots, HIDDEN), float("nan"))}
         for expert in np.flatnonzero(slot_of >= 0):
-            tensors[slot_of[expert]] = 2 * self.hosts[number]["v"][expert]
-        return InSlots({"v": tensors}, torch.from_numpy(slot_of))
-
-    def keep(self, number: int, ids: torch.Tensor) -> Keep:
-        """Look at what is in the buffer when the layer has been computed, late."""
-
-        def keep(in_buffer: torch.Tensor | None) -> None:
-            values, in_slots = self.hosts[number]["v"], self.residents[number].slot_of >= 0
-            expected = values * (1 + in_slots[:, None].float())
-            here = torch.zeros(len(values), dtype=torch.bool)
-            here[ids.unique().long()] = True
-            if in_buffer is not None:
-                here &= in_buffer >= 0
-
-            def look() -> None:
-                assert torch.equal(self.layers[number].buffer["v"][here], expected[here])
-                self.looked += int(here.sum())
-
-            self.machine.enqueue(look)
-
-        return keep
+            tensors["v"][slot_of[expert]] = 2 * self.hosts[number]["v"][expert]
+        return InSlots(tensors, torch.from_numpy(slot_of), LateLane(self.machine, tensors))
 
     def run(self, numbers: Sequence[int], rows: int = 4) -> None:
         """These layers, one after another, then look at what they gave."""
         results = []
         for number in numbers:
-            experts = len(self.hosts[number]["v"])
-            ids = torch.from_numpy(self.rng.integers(0, experts, (rows, TOP_K)).astype(np.int32))
+            experts, layer = len(self.hosts[number]["v"]), self.layers[number]
+            routed = torch.from_numpy(self.rng.integers(0, experts, (rows, TOP_K)).astype(np.int32))
+            padding = torch.from_numpy(self.rng.random(rows) < 0.2)
+            ids = routed.masked_fill(padding[:, None], experts)
             x, weights = self.draw(rows, HIDDEN), self.draw(rows, TOP_K)
-            done = self.layers[number].output(x, weights, ids, ids, self.keep(number, ids))
+            taking = Taking(self, number, ids)
+            done = layer.output(x, weights, routed, ids, Keep(taking.decide, taking.take))
+            taking.end(done.waves)
             in_slot = self.residents[number].slot_of >= 0
             missing = (~in_slot).numpy()
             if self.streamer.tail is None:
                 assert (done.copied, done.computed) == (missing.sum(), 0)
             else:
-                used = missing[np.unique(ids.numpy())].sum()
+                used = missing[np.unique(ids[~padding].numpy())].sum()
                 assert used <= done.copied + done.computed <= missing.sum()
+            parts = -(-done.copied // layer.size) + bool(in_slot.any())
+            assert done.waves == (1 if layer.is_whole else parts)
             self.computed += done.computed
             values = self.hosts[number]["v"] * (1 + in_slot[:, None].float())
-            expected = (weights[:, :, None] * values[ids.long()] * x[:, None]).sum(1)
-            results.append((number, done.out, expected))
+            expected = (weights[:, :, None] * values[routed.long()] * x[:, None]).sum(1)
+            results.append((number, padding, done.out, expected))
         self.machine.finish()
-        assert self.looked
-        for number, got, expected in results:
-            torch.testing.assert_close(got, expected, msg=f"layer {number}")
+        for number, padding, got, expected in results:
+            torch.testing.assert_close(got[~padding], expected[~padding], msg=f"layer {number}")
+            if not self.layers[number].is_whole:
+                assert not got[padding].any()
+
+
+class Taking:
+    """Takes every expert that passes, and empties all slots as soon as they may be, late."""
+
+    def __init__(self, model: Model, number: int, ids: torch.Tensor) -> None:
+        self._model = model
+        self._layer, self._host = model.layers[number], model.hosts[number]["v"]
+        self._slots = model.residents[number]
+        self._full = {name: t.clone() for name, t in self._slots.tensors.items()}
+        self._used = torch.zeros(len(self._host), dtype=torch.bool)
+        self._used[ids[ids < len(self._host)].unique().long()] = True
+        self._at_hand: torch.Tensor | None = None
+        self._decided = self._waves = 0
+        self._taken: list[int] = []
+
+    def decide(self, at_hand: torch.Tensor | None) -> None:
+        assert not self._taken
+        self._decided += 1
+
+        def item() -> None:
+            self._at_hand = torch.ones_like(self._used)
+            if at_hand is not None:
+                self._at_hand = at_hand >= 0
+            for tensor in self._slots.tensors.values():
+                tensor.fill_(float("nan"))
+
+        self._model.machine.enqueue(item)
+
+    def take(self, buffer: int, rows: torch.Tensor | None) -> None:
+        assert self._decided == 1
+        self._waves += 1
+        tensor = self._layer.buffers[buffer].tensors["v"]
+
+        def item() -> None:
+            assert self._at_hand is not None
+            here = torch.arange(len(self._host)) if rows is None else rows[:-1].long()
+            if rows is None:  # and of those in slots twice what they are
+                here = here.masked_fill(self._slots.slot_of >= 0, -1)
+                here = here.masked_fill(~(self._at_hand & self._used), -1)
+            experts = torch.nonzero(here >= 0).ravel()
+            assert torch.equal(tensor[here[experts]], self._host[experts])
+            self._taken += experts.tolist()
+
+        self._model.machine.enqueue(item)
+
+    def end(self, waves: int) -> None:
+        """The layer is computed, later: slots are as they were from then on."""
+        assert self._decided == 1
+
+        def item() -> None:
+            assert self._at_hand is not None
+            missing = self._used & self._at_hand & (self._slots.slot_of < 0)
+            assert set(torch.nonzero(missing).ravel().tolist()) <= set(self._taken)
+            assert len(set(self._taken)) == len(self._taken)
+            self._model.kept += len(self._taken)
+            for name, tensor in self._slots.tensors.items():
+                tensor.copy_(self._full[name])
+
+        self._model.machine.enqueue(item)
+
+
+LAYERS = st.lists(
+    st.integers(1, 9).flatmap(lambda e: st.tuples(st.just(e), st.integers(0, e))),
+    min_size=1,
+    max_size=6,
+)
+BUFFERS = st.integers(1, 9)
+SEEDS = st.integers(0, 2**31)
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-@settings(max_examples=60, deadline=None)
-@given(
-    sizes=st.lists(
-        st.integers(1, 7).flatmap(lambda e: st.tuples(st.just(e), st.integers(0, e))),
-        min_size=1,
-        max_size=6,
-    ),
-    steps=st.integers(1, 3),
-    seed=st.integers(0, 2**31),
-)
+@settings(max_examples=80, deadline=None)
+@given(sizes=LAYERS, steps=st.integers(1, 3), buffer_experts=BUFFERS, seed=SEEDS)
 def test_steps_of_all_layers(
-    delay: str, sizes: list[tuple[int, int]], steps: int, seed: int
+    delay: str, sizes: list[tuple[int, int]], steps: int, buffer_experts: int, seed: int
 ) -> None:
-    model = Model(Machine(DELAYS[delay], seed), sizes, seed)
+    model = Model(Machine(DELAYS[delay], seed), sizes, seed, buffer_experts)
     for _ in range(steps):
         model.streamer.begin()
         model.run(range(len(sizes)))
@@ -130,36 +184,61 @@ def test_steps_of_all_layers(
 
 @pytest.mark.parametrize("delay", DELAYS)
 @settings(max_examples=60, deadline=None)
-@given(cpu=st.floats(0, 4), row=st.floats(0, 2), seed=st.integers(0, 2**31))
-def test_some_experts_on_the_cpu(delay: str, cpu: float, row: float, seed: int) -> None:
-    model = Model(Machine(DELAYS[delay], seed), [(9, 2), (8, 0), (9, 5), (1, 0), (6, 6)], seed)
+@given(cpu=st.floats(0, 4), row=st.floats(0, 2), buffer_experts=BUFFERS, seed=SEEDS)
+def test_some_experts_on_the_cpu(
+    delay: str, cpu: float, row: float, buffer_experts: int, seed: int
+) -> None:
+    sizes = [(9, 2), (8, 0), (9, 5), (1, 0), (6, 6)]
+    model = Model(Machine(DELAYS[delay], seed), sizes, seed, buffer_experts)
     model.streamer.tail = LateTail(model.machine, TailRates(1.0, cpu, row))
     for _ in range(3):
         model.streamer.begin()
         model.run(range(5))
+    model.streamer.close()
     assert model.computed or cpu + row > 0.3
+    assert model.kept
 
 
 @pytest.mark.parametrize("delay", DELAYS)
 @settings(max_examples=60, deadline=None)
-@given(order=st.lists(st.integers(0, 3), min_size=1, max_size=9), seed=st.integers(0, 2**31))
-def test_layers_in_any_order(delay: str, order: list[int], seed: int) -> None:
-    Model(Machine(DELAYS[delay], seed), [(5, 2), (6, 0), (4, 4), (5, 3)], seed).run(order)
+@given(
+    order=st.lists(st.integers(0, 3), min_size=1, max_size=9), buffer_experts=BUFFERS, seed=SEEDS
+)
+def test_layers_in_any_order(delay: str, order: list[int], buffer_experts: int, seed: int) -> None:
+    sizes = [(5, 2), (6, 0), (4, 4), (5, 3)]
+    Model(Machine(DELAYS[delay], seed), sizes, seed, buffer_experts).run(order)
+
+
+def copied_when_computed(model: Model) -> list[int]:
+    """Is filled with how many experts had been asked for when each wave of a buffer was."""
+    sent: list[int] = []
+    for layer in model.layers:
+        for buffer in layer.buffers:
+            compute = buffer.lane.compute
+            buffer.lane.compute = lambda *given, compute=compute: (
+                sent.append(model.streamer.copies.copied),
+                compute(*given),
+            )
+    return sent
 
 
 def test_the_copies_of_the_next_layer_are_under_way_before_a_layer_is_computed() -> None:
     model = Model(Machine("copying"), [(5, 2), (6, 1), (7, 3), (4, 0)])
     model.streamer.begin()
     assert model.streamer.copies.copied == 3
-    sent: list[int] = []
-    for layer in model.layers:
-        output = layer.lane.output
-        layer.lane.output = lambda *given, output=output: (
-            sent.append(model.streamer.copies.copied),
-            output(*given),
-        )[1]
+    sent = copied_when_computed(model)
     model.run(range(4))
     assert sent == [3 + 5, 3 + 5 + 4, 3 + 5 + 4 + 4, 3 + 5 + 4 + 4], "each once, none in a slot"
+
+
+def test_the_copies_of_the_next_wave_are_under_way_before_a_wave_is_computed() -> None:
+    model = Model(Machine("copying"), [(6, 1), (9, 5), (4, 0)], buffer_experts=3)
+    model.streamer.begin()
+    assert model.streamer.copies.copied == 3
+    sent = copied_when_computed(model)
+    model.run(range(3))
+    waves = [3, 2, 3, 1, 3, 1]
+    assert sent == [*np.cumsum(waves)[1:].tolist(), sum(waves)], "each once, none in a slot"
 
 
 def test_a_step_that_was_begun_and_did_not_come_is_not_gone_on_with() -> None:
@@ -173,7 +252,7 @@ def test_a_step_that_was_begun_and_did_not_come_is_not_gone_on_with() -> None:
 
 def test_an_error_in_a_layer_ends_the_step() -> None:
     model = Model(Machine(None), [(5, 2), (5, 2)])
-    lane = model.layers[0].lane
+    (lane, _) = (buffer.lane for buffer in model.layers[0].buffers)
     output, lane.output = lane.output, None
     with pytest.raises(TypeError):
         model.run([0])
@@ -189,13 +268,6 @@ def test_what_is_streamed() -> None:
     assert [streamer.takes(rows) for rows in (1, 64, 65, 4096)] == [False, False, True, True]
     streamer.threshold = None
     assert not streamer.takes(4096)
-
-
-@given(st.sets(st.integers(0, 20)))
-def test_runs_are_the_same_numbers(numbers: set[int]) -> None:
-    runs = _runs(np.array(sorted(numbers), np.int64))
-    assert [n for start, end in runs for n in range(start, end)] == sorted(numbers)
-    assert all(end < start for (_, end), (start, _) in pairwise(runs))
 
 
 def test_tensors_of_a_buffer_lie_apart_and_aligned() -> None:
@@ -218,3 +290,25 @@ def test_tensors_of_a_buffer_lie_apart_and_aligned() -> None:
     assert not memory.holds(torch.zeros(3))
     with pytest.raises(ValueError, match=r"100 experts take .* make buffers for the largest layer"):
         memory.tensors(layout, 100)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), min_size=1, max_size=4),
+    st.integers(1, 30),
+    st.integers(0, 9000),
+)
+def test_a_buffer_holds_as_many_experts_as_fit(
+    shapes: list[tuple[int, int]], num_experts: int, nbytes: int
+) -> None:
+    layout = ExpertLayout(
+        tuple(TensorSpec(str(i), shape, torch.int16) for i, shape in enumerate(shapes))
+    )
+    fitting = [n for n in range(1, num_experts + 1) if buffer_bytes(layout, n) <= nbytes]
+    memory = BufferMemory(nbytes, CPU)
+    if not fitting:
+        with pytest.raises(ValueError, match=r"an expert takes .* buffers for the largest layer"):
+            memory.capacity(layout, num_experts)
+        return
+    count = memory.capacity(layout, num_experts)
+    assert count == max(fitting)
+    assert {len(t) for t in memory.tensors(layout, count).values()} == {count}

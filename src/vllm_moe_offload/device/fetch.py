@@ -21,8 +21,9 @@ class ExpertFetch:
     practice those are a few bytes an expert.
 
     Args:
-        host: name -> ``[E, ...]``, every expert. The device must be able to read this memory at
-            the addresses the host uses: pinned, or registered with `Device.register`.
+        host: name -> ``[E, ...]``, every expert, or some in rows that each launch says. The device
+            must be able to read this memory at the addresses the host uses: its own, pinned, or
+            registered with `Device.register`.
         slots: The same names -> ``[S, ...]``, on the device that launches.
         num_programs: How many blocks of threads copy. A few fill the bus, and each one takes a
             multiprocessor from what runs beside it.
@@ -64,21 +65,27 @@ class ExpertFetch:
         self._is_cuda = device.type == "cuda"
         self._kernel = _kernel()
 
-    def launch(self, pairs: torch.Tensor, count: torch.Tensor) -> None:
+    def launch(
+        self, pairs: torch.Tensor, count: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> None:
         """Copy on the current stream; may be captured. Launches of one object do not overlap.
 
         pairs: int32 [N, 2], contiguous, (expert, slot); count: int32, one number, how many of them
-        are copied. They are read when the launch runs, and trusted.
+        are copied; rows: int32 by the experts' numbers, the row of `host` that each is in, -1 for
+        those that are not copied; None: each is in the row of its number. They are read when the
+        launch runs, and trusted.
         """
         began = time.perf_counter_ns()
         self._kernel[(self.num_programs,)](
             pairs,
             count,
+            pairs if rows is None else rows,
             self.busy_ns,
             self._host,
             self._slots,
             WORDS=self._words,
             BLOCK=self.block,
+            HAS_ROWS=rows is not None,
             IS_TIMED=self._is_cuda,
             num_warps=8,
         )

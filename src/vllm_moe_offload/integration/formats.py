@@ -141,12 +141,14 @@ class SlotBinder:
         return {name: converted[name] for name in first}
 
     def bind_buffer(self, memory: BufferMemory) -> Tensors:
-        """Build the layer's kernel over all experts in this memory; returns them.
+        """Build the layer's kernel over as many experts as this memory holds; returns them.
 
-        Raises UnsupportedError where the format's processing moves them out of it.
+        Raises UnsupportedError where the format's processing moves them out of it, and ValueError
+        where it does not hold one.
         """
-        onto = memory.tensors(ExpertLayout.of(self._loaded), self._num_experts)
-        bound = self.bind(0, self._num_experts, onto)
+        layout = ExpertLayout.of(self._loaded)
+        count = memory.capacity(layout, self._num_experts)
+        bound = self.bind(0, count, memory.tensors(layout, count))
         outside = {name: t.nbytes for name, t in bound.items() if not memory.holds(t)}
         # Scales that are put into another form may be each layer's own.
         if sum(outside.values()) * _SMALL > memory.nbytes:
@@ -225,7 +227,7 @@ class SlotBinder:
 class FormatLane(Lane):
     """A lane on a GPU: the format's own kernel over what the layer is bound to when this is made.
 
-    A layer may be bound to slots and to a buffer, with a lane for each.
+    A layer may be bound to slots and to buffers, with a lane for each.
     """
 
     def __init__(self, layer: Any) -> None:

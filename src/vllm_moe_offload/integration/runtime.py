@@ -50,6 +50,7 @@ from vllm_moe_offload.planning import (
     LayerShape,
     SlotPlan,
     plan_with_buffers,
+    stream_experts,
 )
 from vllm_moe_offload.stream import BufferMemory, buffer_bytes
 
@@ -146,7 +147,7 @@ class OffloadRuntime:
         layer = self._layer(module, host, view, layout.empty, resident, num_slots, cpu)
 
         def bind(memory: BufferMemory) -> tuple[dict[str, torch.Tensor], Lane]:
-            buffer = memory.tensors(layout, layer.num_experts)
+            buffer = memory.tensors(layout, memory.capacity(layout, layer.num_experts))
             return buffer, resident(buffer)
 
         if self._streaming is not None:
@@ -380,6 +381,8 @@ class OffloadRuntime:
             self._reporter.close()
         if self._share is not None:
             self._share.close()
+        if self._streaming is not None:
+            self._streaming.close()
 
     def warmed_up(self) -> None:
         """After the worker's own steps, which are checked and not counted; what follows is."""
@@ -454,9 +457,10 @@ class OffloadRuntime:
             self._share.restart()
 
     def stats(self) -> dict[str, Any]:
-        """Totals and, under `layers`, each layer: the fields of `Counters`, slots and bytes.
+        """Totals and, under `layers`, each layer: the fields of `Counters`, sizes and bytes.
 
         The totals are sums over the layers, but for steps and tokens: every layer sees each once.
+        `buffer_experts`: how many experts of a layer each buffer of streamed layers holds;
         `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split;
         `rates_now`: those the split is made by, after so many `rate_corrections` in service;
         `buffer_bytes`: what the buffers of streamed layers take of the device's memory beside
@@ -472,6 +476,7 @@ class OffloadRuntime:
                 **asdict(counters),
                 "slots": layer.num_slots,
                 "experts": layer.num_experts,
+                "buffer_experts": layer.buffer_experts,
                 "policy": layer.policy,
                 "expert_bytes": layer.layout.nbytes,
                 "device_bytes": layer.device_bytes,
@@ -547,7 +552,7 @@ class OffloadRuntime:
             slots_per_layer=slots if isinstance(slots, int) else None,
             budget_bytes=budget,
             buffer_bytes=self._wanted_buffers(modules),
-            is_wanted=isinstance(threshold, int),
+            is_wanted=isinstance(threshold, int) or isinstance(self.config.stream_experts, int),
         )
         needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
@@ -574,7 +579,15 @@ class OffloadRuntime:
                 "model through its buffers, and a graph of that one model: use another mode with "
                 "a draft model that has experts"
             )
-        buffers, free = _buffers_for(modules), self.device.free_memory()
+        counts = [module.moe_config.num_experts for module in modules]
+        asked = self._asked_experts(modules)
+        if asked is not None and asked < max(counts):
+            raise ConfigError(
+                f"stream_experts={asked} with mode='stream', whose graphs compute a layer of "
+                f"{max(counts)} experts by one launch, whole in its buffer: leave stream_experts "
+                "out, or use mode='cache'"
+            )
+        buffers, free = _buffers_for(modules, counts), self.device.free_memory()
         needs = _needs("two buffers, each for the largest layer,", buffers, free)
         if buffers > free:
             raise MemoryShortError(
@@ -585,16 +598,40 @@ class OffloadRuntime:
         return needs
 
     def _wanted_buffers(self, modules: list[OffloadedRoutedExperts]) -> int:
-        """Bytes of two buffers that any of these layers fits into; 0 where none are to be made.
+        """Bytes of two buffers for any of these layers; 0 where none are to be made.
 
         Layers that come later (those of a draft model) take turns in the buffers there are.
         """
         threshold = self.config.stream_threshold
         if self._streaming is not None or threshold == "off":
             return 0
+        asked = self._asked_experts(modules)
         if threshold == "auto" and current_platform.is_cpu():
+            if asked is not None:
+                raise ConfigError(
+                    f"stream_experts={asked}, but in vLLM's CPU build nothing is streamed unless "
+                    "stream_threshold says from how many rows on: give it, or leave out "
+                    "stream_experts"
+                )
             return 0  # a copy from memory to memory runs beside nothing
-        return _buffers_for(modules)
+        counts = [module.moe_config.num_experts for module in modules]
+        return _buffers_for(
+            modules, [stream_experts(n) if asked is None else min(asked, n) for n in counts]
+        )
+
+    def _asked_experts(self, modules: list[OffloadedRoutedExperts]) -> int | None:
+        """`stream_experts` where it is a number; ConfigError where no layer has so many."""
+        asked = self.config.stream_experts
+        if asked == "auto":
+            return None
+        largest = max(modules, key=lambda module: module.moe_config.num_experts)
+        if asked > largest.moe_config.num_experts:
+            raise ConfigError(
+                f"stream_experts={asked}, but {largest.layer_name} has "
+                f"{largest.moe_config.num_experts} experts, and no layer has more: give at most "
+                f"{largest.moe_config.num_experts}"
+            )
+        return asked
 
     @property
     def _buffer_bytes(self) -> int:
@@ -611,11 +648,11 @@ def _no_slots(layers: list[LayerShape]) -> SlotPlan:
     return SlotPlan(tuple(0 for _ in layers), fits=False)
 
 
-def _buffers_for(modules: list[OffloadedRoutedExperts]) -> int:
-    """Bytes of two buffers that any of these layers fits into."""
+def _buffers_for(modules: list[OffloadedRoutedExperts], counts: list[int]) -> int:
+    """Bytes of two buffers, each of which holds so many experts of any of these layers."""
     return 2 * max(
-        buffer_bytes(ExpertLayout.of(module.host), module.moe_config.num_experts)
-        for module in modules
+        buffer_bytes(ExpertLayout.of(module.host), count)
+        for module, count in zip(modules, counts, strict=True)
     )
 
 

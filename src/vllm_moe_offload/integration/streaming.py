@@ -26,7 +26,7 @@ _MANY_ROWS = 64
 
 # x, weights and ids on the device.
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-# Gives a layer's tensors in a buffer, name -> [E, ...], and the lane over them.
+# Gives a layer's tensors in a buffer, name -> [B, ...], and the lane over them.
 Bind = Callable[[BufferMemory], tuple[dict[str, torch.Tensor], Lane]]
 
 
@@ -65,7 +65,7 @@ class Streaming:
         if layer.num_slots == layer.num_experts:
             return
         try:
-            buffer, lane = bind(self._memory[self._streamer.num_layers % 2])
+            buffers = [bind(memory) for memory in self._memory]
         except UnsupportedError as error:
             if self._threshold is not None:
                 raise
@@ -74,7 +74,11 @@ class Streaming:
         except ValueError as error:
             logger.warning("moe_offload: %s is not streamed: %s", name, error)
             return
-        layer.stream_through(self._streamer, buffer, lane)
+        layer.stream_through(self._streamer, buffers)
+
+    def close(self) -> None:
+        """No step comes any more. May be called twice."""
+        self._streamer.close()
 
     def settle(
         self,
@@ -93,7 +97,7 @@ class Streaming:
         streamed = {name: layer for name, layer in layers.items() if layer.is_streamed}
         if not streamed:
             return
-        both = list(streamed)[:2]  # one for each buffer
+        both = list(streamed)[:2]  # one after another they pass through either buffer
         self._streamer.threshold = 0
         for name in both:
             check(name)
@@ -121,9 +125,10 @@ class Streaming:
         # Buffers that nothing passes through are memory that slots could have.
         log = logger.info if threshold is not None else logger.warning
         log(
-            "moe_offload: %.3f GiB in two buffers; a streamed layer of %d experts takes %.2f ms, "
-            "and steps of %s are streamed (stream_threshold)",
+            "moe_offload: %.3f GiB in two buffers of %d experts (stream_experts); a streamed layer "
+            "of %d takes %.2f ms, and steps of %s are streamed (stream_threshold)",
             self.device_bytes / 2**30,
+            layer.buffer_experts,
             layer.num_experts,
             1e3 * seconds,
             _sizes(threshold),

@@ -1,9 +1,9 @@
-"""Experts of a streamed step that stay in slots: copied from its buffer while they are there."""
+"""Experts of a streamed step that stay in slots: copied from a buffer while they are there."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,63 +24,81 @@ _PROGRAMS = 256
 class Kept(ABC):
     """What is kept of the streamed steps of one layer.
 
-    `counter`: int64 ``[1]``, how many experts have been copied.
+    Experts are copied from one of two buffers, name -> ``[B, ...]`` each, to slots. `counter`:
+    int64 ``[1]``, how many have been.
     """
 
     counter: torch.Tensor
 
     @abstractmethod
-    def keep(
-        self, topk_ids: torch.Tensor, requests: torch.Tensor, in_buffer: torch.Tensor | None
+    def decide(
+        self, topk_ids: torch.Tensor, requests: torch.Tensor, at_hand: torch.Tensor | None
     ) -> None:
-        """Copy experts from the buffer to slots, on the current stream.
+        """Decide which experts of a step are kept, on the current stream; the tables say so then.
 
         topk_ids: int32 [T, K] in 0..E, E for rows of padding; requests: int32 [R + 1], where the
-        rows of each request begin and the last one's end; in_buffer: int32 [E], -1 for used
-        experts that are not in the buffer, or None where all are.
+        rows of each request begin and the last one's end; at_hand: int32 [E], -1 for used experts
+        that come into no buffer, or None where all do.
+        """
+
+    @abstractmethod
+    def take(self, buffer: int, rows: torch.Tensor | None) -> None:
+        """Copy those of them that are in this buffer to their slots, on the current stream.
+
+        buffer: 0 or 1; rows: int32 [E + 1], expert -> row of the buffer, or -1; None: every expert
+        is in the row of its number.
         """
 
 
 class KeptOnDevice(Kept):
     """Decided on the device, from the state of `step`."""
 
-    def __init__(self, step: DeviceStep, buffer: Tensors, slots: Tensors) -> None:
+    def __init__(self, step: DeviceStep, buffers: Sequence[Tensors], slots: Tensors) -> None:
         self._decide = DeviceKeep(step)
         self.counter = self._decide.counter
-        self._copy = ExpertFetch(buffer, slots, num_programs=_PROGRAMS)
+        self._copies = [ExpertFetch(buffer, slots, num_programs=_PROGRAMS) for buffer in buffers]
 
     @override
-    def keep(
-        self, topk_ids: torch.Tensor, requests: torch.Tensor, in_buffer: torch.Tensor | None
+    def decide(
+        self, topk_ids: torch.Tensor, requests: torch.Tensor, at_hand: torch.Tensor | None
     ) -> None:
-        self._decide.launch(topk_ids, requests, in_buffer)
-        self._copy.launch(self._decide.kept, self._decide.kept_count)
+        self._decide.launch(topk_ids, requests, at_hand)
+
+    @override
+    def take(self, buffer: int, rows: torch.Tensor | None) -> None:
+        self._copies[buffer].launch(self._decide.kept, self._decide.kept_count, rows)
 
 
 class KeptByHost(Kept):
     """Decided by the host, from the state of `residency`; waits for the device."""
 
-    def __init__(self, residency: Residency, buffer: Tensors, slots: Tensors) -> None:
+    def __init__(self, residency: Residency, buffers: Sequence[Tensors], slots: Tensors) -> None:
         self._residency = residency
-        self._buffer = buffer
+        self._buffers = buffers
         self._slots = slots
+        self._kept: Sequence[tuple[int, int]] = ()
         self.counter = torch.zeros(1, dtype=torch.int64)
 
     @override
-    def keep(
-        self, topk_ids: torch.Tensor, requests: torch.Tensor, in_buffer: torch.Tensor | None
+    def decide(
+        self, topk_ids: torch.Tensor, requests: torch.Tensor, at_hand: torch.Tensor | None
     ) -> None:
         table, policy = self._residency.table, self._residency.policy
-        at_hand = np.ones(table.num_experts, np.bool_)
-        if in_buffer is not None:
-            at_hand = in_buffer.cpu().numpy() >= 0
+        here = np.ones(table.num_experts, np.bool_)
+        if at_hand is not None:
+            here = at_hand.cpu().numpy() >= 0
         last = LastUses.of(topk_ids.cpu().numpy(), requests.cpu().numpy(), table.num_experts)
-        pairs = plan_kept(table, policy, last, at_hand)
+        self._kept = plan_kept(table, policy, last, here)
+        self.counter[0] += len(self._kept)
+
+    @override
+    def take(self, buffer: int, rows: torch.Tensor | None) -> None:
+        row_of = range(self._residency.table.num_experts) if rows is None else rows.tolist()
         copy(
             [
-                (slots[slot], self._buffer[name][expert])
+                (slots[slot], self._buffers[buffer][name][row_of[expert]])
                 for name, slots in self._slots.items()
-                for expert, slot in pairs
+                for expert, slot in self._kept
+                if row_of[expert] >= 0
             ]
         )
-        self.counter[0] += len(pairs)

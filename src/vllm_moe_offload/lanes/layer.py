@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from vllm_moe_offload.lanes.counters import Counters
 from vllm_moe_offload.lanes.kept import Kept, KeptByHost, KeptOnDevice
 from vllm_moe_offload.lanes.planned import PlannedLayer
 from vllm_moe_offload.routing import LastUses, Residency
-from vllm_moe_offload.stream import InSlots, LayerStreamer, StreamedLayer
+from vllm_moe_offload.stream import InSlots, Keep, LayerStreamer, StreamedLayer
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -29,8 +30,8 @@ class OffloadedLayer:
     launches that a CUDA graph can hold; the device then has the state, and lends it to the host for
     a larger step. Without, the host plans every step.
 
-    Without slots every step that the streamer of `stream_through` takes passes through a buffer,
-    and such steps may be captured at any size; others are the CPU's.
+    Without slots every step that the streamer of `stream_through` takes passes through its buffers;
+    where these hold every expert such steps may be captured at any size. Others are the CPU's.
 
     Args:
         host: name -> ``[E, ...]``, every expert.
@@ -77,8 +78,8 @@ class OffloadedLayer:
         self._is_in_graph = False
         self._streamed: StreamedLayer | None = None
         # Of streamed steps, counted by the device, since a graph replays them: how many, their
-        # tokens, the experts copied.
-        self._passed = torch.zeros(3, dtype=torch.int64)
+        # tokens, the experts copied, the waves.
+        self._passed = torch.zeros(4, dtype=torch.int64)
         if num_slots:
             self.resize(num_slots)
 
@@ -94,8 +95,13 @@ class OffloadedLayer:
 
     @property
     def is_streamed(self) -> bool:
-        """Whether large steps may pass through a buffer."""
+        """Whether large steps may pass through buffers."""
         return self._streamed is not None
+
+    @property
+    def buffer_experts(self) -> int:
+        """How many experts each buffer of streamed steps holds; 0 where there are none."""
+        return self._streamed.size if self._streamed is not None else 0
 
     @property
     def device_bytes(self) -> int:
@@ -131,10 +137,10 @@ class OffloadedLayer:
     def counted(self, values: Mapping[str, list[int]]) -> tuple[Counters, Counters]:
         """What has been counted, by what `readings` held; of it what the device decided on."""
         counted, decided = replace(self._counted), Counters()
-        steps, tokens, copied = values.get("passed", (0, 0, 0))
+        steps, tokens, copied, waves = values.get("passed", (0, 0, 0, 0))
         counted += Counters(
             steps=steps,
-            waves=steps,
+            waves=waves,
             streamed=steps,
             tokens=tokens,
             bytes_streamed=copied * self.layout.nbytes,
@@ -158,19 +164,21 @@ class OffloadedLayer:
         """What decides on the device over the slots there are, if anything does."""
         return self._slots.captured if self._slots is not None else None
 
-    def stream_through(self, streamer: LayerStreamer, buffer: Tensors, lane: Lane) -> None:
+    def stream_through(
+        self, streamer: LayerStreamer, buffers: Sequence[tuple[Tensors, Lane]]
+    ) -> None:
         """Let a step that `streamer` takes, larger than the device decides on, pass through it.
 
-        buffer: name -> ``[E, ...]``, in the streamer's memory; lane: over it. Layers are to call
-        this in the order in which a step runs them.
+        buffers: as for `LayerStreamer.add`. Layers are to call this in the order in which a step
+        runs them.
         """
-        self._streamed = streamer.add(self._host, buffer, lane, self._cpu, self._in_slots)
+        self._streamed = streamer.add(self._host, buffers, self._cpu, self._in_slots)
         if self._slots is not None:
             self._slots.kept = self._make_kept(self._slots)
         # An ordinary tensor: it is written to in and out of inference mode.
         with torch.inference_mode(False):
-            device = next(iter(buffer.values())).device
-            self._passed = torch.zeros(3, dtype=torch.int64, device=device)
+            device = next(iter(buffers[0][0].values())).device
+            self._passed = torch.zeros(4, dtype=torch.int64, device=device)
 
     def resize(self, num_slots: int) -> None:
         """Take `num_slots` empty slots instead of those there are; no step may be under way.
@@ -259,7 +267,7 @@ class OffloadedLayer:
         if self.captured is not None and self.num_slots == self.num_experts:
             return self.captured.forward_all(x, weights, routed, padding)
         if self._residency is None and self._streamed is not None and self._streamed.takes(len(x)):
-            return self._through_buffer(self._streamed, x, weights, routed, routed, padding, None)
+            return self._through_buffers(self._streamed, x, weights, routed, routed, padding, None)
         ids = with_padding(routed, padding, self.num_experts)
         if self._residency is None:
             if self._asking is not None and len(x) <= MAX_CAPTURED:
@@ -278,7 +286,7 @@ class OffloadedLayer:
                 f"can be captured for {MAX_CAPTURED} at most"
             )
         if self._streamed is not None and self._streamed.takes(len(x)):
-            return self._through_buffer(self._streamed, x, weights, routed, ids, padding, requests)
+            return self._through_buffers(self._streamed, x, weights, routed, ids, padding, requests)
         self._leave_stream()
         return self._planned(self._slots, x, weights, ids, requests)
 
@@ -313,7 +321,7 @@ class OffloadedLayer:
         self._counted += Counters(steps=1, tokens=tokens, hits=int(used.sum()), waves=1)
         return out.to(x.dtype)
 
-    def _through_buffer(
+    def _through_buffers(
         self,
         streamed: StreamedLayer,
         x: torch.Tensor,
@@ -323,13 +331,19 @@ class OffloadedLayer:
         padding: torch.Tensor | None,
         requests: torch.Tensor | None,
     ) -> torch.Tensor:
-        def keep(in_buffer: torch.Tensor | None) -> None:
-            if requests is not None and self._slots is not None and self._slots.kept is not None:
-                self._slots.kept.keep(ids, requests, in_buffer)
-
-        done = streamed.output(x, weights, routed, ids, keep)
+        kept = self._slots.kept if self._slots is not None else None
+        keep = None
+        if requests is not None and kept is not None:
+            keep = Keep(partial(kept.decide, ids, requests), kept.take)
+        try:
+            done = streamed.output(x, weights, routed, ids, keep)
+        except BaseException:
+            # The tables may say of slots what has not been copied to them.
+            if keep is not None:
+                self.invalidate()
+            raise
         tokens = len(x) if padding is None else (~padding).sum()
-        for counted, more in zip(self._passed, (1, tokens, done.copied), strict=True):
+        for counted, more in zip(self._passed, (1, tokens, done.copied, done.waves), strict=True):
             counted += more
         self._counted.cpu_experts += done.computed
         return done.out.to(x.dtype)
@@ -337,22 +351,23 @@ class OffloadedLayer:
     def _in_slots(self) -> InSlots:
         """What is in slots now, for the streamer."""
         if self._residency is None:
-            return InSlots({}, torch.full((self.num_experts,), -1, dtype=torch.int32))
+            return InSlots({}, torch.full((self.num_experts,), -1, dtype=torch.int32), None)
         assert self._slots is not None
         if self.captured is not None:
             slot_of = self.captured.step.slot_of
         else:
             slot_of = torch.from_numpy(self._residency.table.slot_of)
-        return InSlots(self._slots.cache.tensors, slot_of)
+        return InSlots(self._slots.cache.tensors, slot_of, self._slots.resident)
 
     def _make_kept(self, slots: _Slots) -> Kept | None:
         """What keeps experts of streamed steps in these slots."""
         if self._streamed is None or self._residency is None:
             return None
-        buffer, tensors = self._streamed.buffer, slots.cache.tensors
+        buffers = [buffer.tensors for buffer in self._streamed.buffers]
+        tensors = slots.cache.tensors
         if slots.captured is not None:
-            return KeptOnDevice(slots.captured.step, buffer, tensors)
-        return KeptByHost(self._residency, buffer, tensors)
+            return KeptOnDevice(slots.captured.step, buffers, tensors)
+        return KeptByHost(self._residency, buffers, tensors)
 
     def _planned(
         self,
@@ -399,7 +414,7 @@ class OffloadedLayer:
 class _Slots:
     """What there is once a number of slots has been chosen.
 
-    `kept`: where large steps pass through a buffer. `is_filled`: with as many slots as experts,
+    `kept`: where large steps pass through buffers. `is_filled`: with as many slots as experts,
     whether every expert is in its own.
     """
 

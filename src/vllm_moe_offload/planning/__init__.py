@@ -3,7 +3,7 @@
 from vllm_moe_offload.planning.correction import LaneUse, correct_rates
 from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, plan_slots
 from vllm_moe_offload.planning.split import LaneRates, fetch_limits, promotion_limits
-from vllm_moe_offload.planning.stream import plan_with_buffers, stream_threshold
+from vllm_moe_offload.planning.stream import plan_with_buffers, stream_experts, stream_threshold
 from vllm_moe_offload.planning.tail import TailRates, experts_for_cpu
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "plan_slots",
     "plan_with_buffers",
     "promotion_limits",
+    "stream_experts",
     "stream_threshold",
 ]

@@ -1,4 +1,4 @@
-"""When whole layers are streamed: from how many rows on, and whether there is memory for it."""
+"""When layers are streamed: from how many rows on, through what, and whether it has room."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ _GIB = 2**30
 # Of memory that is to be divided, buffers nobody asked for by name take one part in so many at
 # most: what they speed up is prefill, and every slot less slows down every step of decoding.
 _SHARE = 2
+# A buffer holds one part in so many of a layer's experts, unless it is said. Copying them takes ten
+# times as long as computing them, so a part is computed while the next one is copied, and what
+# larger buffers would take slots can have.
+_PART = 8
+
+
+def stream_experts(num_experts: int) -> int:
+    """How many of a layer's experts each of two buffers holds, unless it is said."""
+    return -(-num_experts // _PART)
 
 
 def stream_threshold(
@@ -67,7 +76,7 @@ def plan_with_buffers(
         raise MemoryShortError(
             f"two buffers for streamed layers need {buffer_bytes / _GIB:.4f} GiB beside the slots, "
             f"and there are {budget_bytes / _GIB:.4f} GiB for both: give more memory or fewer "
-            "slots, or leave stream_threshold out"
+            "slots, smaller buffers (stream_experts), or leave stream_threshold out"
         )
     if not fits:
         return alone, 0

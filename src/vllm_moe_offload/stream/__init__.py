@@ -1,9 +1,9 @@
-"""Layers through buffers of the device: all experts for large steps, other parameters always."""
+"""Layers through buffers of the device: experts for large steps, other parameters always."""
 
 from vllm_moe_offload.stream.memory import BufferMemory, buffer_bytes
 from vllm_moe_offload.stream.pool import BufferPool, PoolPlan, TensorKind
 from vllm_moe_offload.stream.prefetch import LayerPrefetcher
-from vllm_moe_offload.stream.streamer import InSlots, LayerStreamer, Streamed, StreamedLayer
+from vllm_moe_offload.stream.streamer import InSlots, Keep, LayerStreamer, Streamed, StreamedLayer
 from vllm_moe_offload.stream.tail import CpuTail
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "BufferPool",
     "CpuTail",
     "InSlots",
+    "Keep",
     "LayerPrefetcher",
     "LayerStreamer",
     "PoolPlan",

@@ -1,4 +1,4 @@
-"""The memory of a buffer, in which layers of any sizes and formats take their turns."""
+"""The memory of a buffer, in which experts of layers of any formats take their turns."""
 
 from __future__ import annotations
 
@@ -22,6 +22,22 @@ class BufferMemory:
     def nbytes(self) -> int:
         """How many there are."""
         return self._bytes.nbytes
+
+    def capacity(self, layout: ExpertLayout, num_experts: int) -> int:
+        """How many experts of this layout it holds, of the `num_experts` that a layer has.
+
+        Raises ValueError where it holds none.
+        """
+        count = min(num_experts, self.nbytes // layout.nbytes)
+        # Each tensor starts aligned, which may cost a few experts that are tiny.
+        while count and buffer_bytes(layout, count) > self.nbytes:
+            count -= 1
+        if not count:
+            raise ValueError(
+                f"an expert takes {buffer_bytes(layout, 1)} bytes of a buffer of {self.nbytes}: "
+                "make buffers for the largest layer"
+            )
+        return count
 
     def tensors(self, layout: ExpertLayout, num_experts: int) -> dict[str, torch.Tensor]:
         """Name -> ``[E, ...]``, from the start of the memory on.
@@ -52,7 +68,7 @@ class BufferMemory:
 
 
 def buffer_bytes(layout: ExpertLayout, num_experts: int) -> int:
-    """Bytes of a buffer for a layer of so many experts."""
+    """Bytes of a buffer for so many experts."""
     return sum(aligned(num_experts * spec.nbytes) for spec in layout.tensors)
 
 

@@ -1,31 +1,32 @@
-"""Whole layers through two buffers: one is filled while the other is computed from.
+"""Layers through two buffers: one is filled while the other is computed from.
 
-A buffer holds every expert of a layer, each in the row of its own number, so that the layer is
-computed by one launch of its kernel, without a map, as if nothing were offloaded. Experts that are
-in slots come from there, on the device; the others come from host memory by the copy engine. The
-slots are read; what a step leaves in them is copied there when the layer has been computed, before
-its buffer is free again.
+The experts that are in no slot come from host memory by the copy engine, in *waves*: as many as a
+buffer holds, each wave into the buffer that the one before it is not in. So the buffers alternate
+from wave to wave, across layers. A layer of which they hold every expert is one wave, computed by
+one launch of its kernel without a map, as if nothing were offloaded: its experts that are in slots
+are copied from there, on the device. Of a layer of which they hold a part the slots are a wave of
+their own, the first one, and each wave has a map, copied with its experts; their sum is float32.
+What a step leaves in slots is decided behind the slots' wave and copied there while it is in a
+buffer.
 
-Layers take the buffers in turns, by their number. The copies of layer l + 1 are enqueued before the
-computation of layer l is. Two marks order the streams at each buffer: `free`, behind its last
-reader, which the next copies wait for, and `full`, behind the copies, which the next reader waits
-for.
+The copies of the next wave, which may be the following layer's first, are enqueued before a wave is
+computed. Two marks order the streams at each buffer: `free`, behind its last reader, which the next
+copies wait for, and `full`, behind the copies, which the next reader waits for.
 
-Layers without slots may be captured, in one graph or each in its own. A mark means something only
-within the capture it was recorded in, or outside of all: so a step records `free` anew when it
-begins, behind everything before it, a replay of a graph included, and it ends with all of its
-copies waited for.
+Layers without slots that are whole in a buffer may be captured, in one graph or each in its own. A
+mark means something only within the capture it was recorded in, or outside of all: so a step
+records `free` anew when it begins, behind everything before it, a replay of a graph included, and
+it ends with all of its copies waited for.
 
 With a CPU lane the copies of a layer are enqueued in two parts: a first one before it is known what
 the layer is routed to, and the rest when it is, less the experts with few rows: the CPU computes
-them meanwhile, and a map keeps the kernel from them.
+them meanwhile, and maps keep the kernel from them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,47 +35,89 @@ import torch
 
 from vllm_moe_offload.device.copies import CopyStream, Mark, Pairs, copy
 from vllm_moe_offload.stream.tail import CpuTail
+from vllm_moe_offload.stream.waves import Experts, Wave, plan_waves
 
 if TYPE_CHECKING:
     from vllm_moe_offload.lanes.base import Lane
 
 Tensors = Mapping[str, torch.Tensor]
-Experts = npt.NDArray[np.int64]
-# Is called when a layer's computation has been enqueued, before its buffer is free again, with
-# int32 [E], -1 for used experts that are not in the buffer, or None where all are.
-Keep = Callable[[torch.Tensor | None], None]
 
-# With a CPU lane, one of so many missing experts is copied before the routing is known. A CPU that
-# reads 95 GB/s beside a bus of 54 leaves the bus a third, and a third of section 1's layer keeps
-# the bus busy for 6 ms, in which the layer before is computed and this one's routing is read.
+# Entries of int32 that a map's memory is a multiple of: each starts as one of its own would.
+_ALIGNMENT = 64
+
+# With a CPU lane, one of so many missing experts is copied before the routing is known, if a buffer
+# holds that many. A CPU that reads 95 GB/s beside a bus of 54 leaves the bus a third, and a third
+# of section 1's layer keeps the bus busy for 6 ms, in which the layer before is computed and this
+# one's routing is read.
 _AHEAD = 3
 
 
 @dataclass(frozen=True)
 class InSlots:
-    """Which experts of a layer are in slots: name -> ``[S, ...]``, and int32 [E], slot or -1."""
+    """What of a layer is in slots: name -> ``[S, ...]``; int32 [E], slot or -1; the lane over them.
+
+    lane: None where there are no slots.
+    """
 
     tensors: Tensors
     slot_of: torch.Tensor
+    lane: Lane | None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What a step leaves in the slots of a layer.
+
+    `decide`: called once, when all that reads the slots has been launched, with int32 [E], -1 for
+    used experts that come into no buffer, or None where all do. `take`: then called for each wave,
+    before its buffer is free again, with the buffer's number and its map, int32 [E + 1], expert ->
+    row or -1, or None where expert e is in row e: copies what was decided and is there to slots.
+    """
+
+    decide: Callable[[torch.Tensor | None], None]
+    take: Callable[[int, torch.Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class InBuffer:
+    """A layer's place in one of the buffers.
+
+    `tensors`: name -> ``[B, ...]``; `lane`: computes from them; `expert_map` and `at_hand`: int32
+    [E + 1], on the lane's device.
+    """
+
+    tensors: Tensors
+    lane: Lane
+    expert_map: torch.Tensor
+    at_hand: torch.Tensor
 
 
 @dataclass(frozen=True)
 class StreamedLayer:
     """What the streamer knows of a layer.
 
-    `host`: name -> ``[E, ...]``, every expert, which the copy engine reads. `buffer`: the same in
-    the memory of buffer `number % 2`. `lane`: computes from `buffer`; `cpu`: from `host`.
-    `in_slots`: what is in slots now, the tables on the device that the lane runs on; read when a
-    step begins.
+    `host`: name -> ``[E, ...]``, every expert, which the copy engine reads. `buffers`: both. `cpu`:
+    computes from `host`. `in_slots`: what is in slots now, the tables on the device that the lanes
+    run on; read when a step begins.
     """
 
     streamer: LayerStreamer
     number: int
     host: Tensors
-    buffer: Tensors
-    lane: Lane
+    buffers: tuple[InBuffer, InBuffer]
     cpu: Lane
     in_slots: Callable[[], InSlots]
+    num_experts: int
+
+    @property
+    def size(self) -> int:
+        """B: how many experts each buffer holds."""
+        return next(iter(self.buffers[0].tensors.values())).shape[0]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether that is every expert of the layer."""
+        return self.size == self.num_experts
 
     def takes(self, rows: int) -> bool:
         """Whether a step of so many rows is streamed."""
@@ -86,7 +129,7 @@ class StreamedLayer:
         topk_weights: torch.Tensor,
         routed: torch.Tensor,
         topk_ids: torch.Tensor,
-        keep: Keep,
+        keep: Keep | None,
     ) -> Streamed:
         """As `LayerStreamer.output`."""
         return self.streamer.output(self, x, topk_weights, routed, topk_ids, keep)
@@ -98,11 +141,12 @@ class StreamedLayer:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A layer's output [T, H] in floats, and how many experts were copied and on the CPU."""
+    """A layer's output [T, H] in floats, how many experts were copied and on the CPU, and waves."""
 
     out: torch.Tensor
     copied: int
     computed: int
+    waves: int
 
 
 class LayerStreamer:
@@ -131,11 +175,12 @@ class LayerStreamer:
         self._copies = copies
         self._is_alone = is_alone
         self._layers: list[StreamedLayer] = []
-        self._buffers = (
-            _Buffer(copies.mark(), copies.mark()),
-            _Buffer(copies.mark(), copies.mark()),
-        )
-        self._slot_of: list[npt.NDArray[np.int32]] = []
+        self._marks = (_Marks(copies.mark(), copies.mark()), _Marks(copies.mark(), copies.mark()))
+        # The buffer of the next wave.
+        self._turn = 0
+        # Of each layer: int32 [E + 1], expert -> slot or -1, on the device and on the host.
+        self._slot_maps: Sequence[torch.Tensor] = ()
+        self._slot_of: Sequence[npt.NDArray[np.int32]] = ()
         # The layer that the step goes on with; None between steps.
         self._next: int | None = None
 
@@ -151,14 +196,21 @@ class LayerStreamer:
     def add(
         self,
         host: Tensors,
-        buffer: Tensors,
-        lane: Lane,
+        buffers: Sequence[tuple[Tensors, Lane]],
         cpu: Lane,
         in_slots: Callable[[], InSlots],
     ) -> StreamedLayer:
-        """Take in the next layer of a step: see `StreamedLayer`."""
+        """Take in the next layer of a step.
+
+        buffers: of each of the two, the layer's tensors in it, name -> ``[B, ...]``, and the lane
+        over them; the rest as for `StreamedLayer`.
+        """
         self.end()
-        layer = StreamedLayer(self, len(self._layers), host, buffer, lane, cpu, in_slots)
+        num_experts = next(iter(host.values())).shape[0]
+        first, second = (_in_buffer(*buffer, num_experts) for buffer in buffers)
+        layer = StreamedLayer(
+            self, self.num_layers, host, (first, second), cpu, in_slots, num_experts
+        )
         self._layers.append(layer)
         return layer
 
@@ -167,11 +219,11 @@ class LayerStreamer:
 
         Waits for the device where it has to be read which experts are in slots.
         """
-        self._slot_of = self._read_tables()
-        for buffer in self._buffers:
-            buffer.free.record()
+        self._read_tables()
+        for marks in self._marks:
+            marks.free.record()
         self._next = first
-        self._start(first)
+        self._start(self._layers[first], self._turn)
 
     def end(self) -> None:
         """The step is over, or slots change: what has been copied for later layers is not used.
@@ -182,6 +234,11 @@ class LayerStreamer:
             self._next = None
             self._copies.join()
 
+    def close(self) -> None:
+        """No step comes any more: the CPU's part ends. May be called twice."""
+        if self.tail is not None:
+            self.tail.close()
+
     def output(
         self,
         layer: StreamedLayer,
@@ -189,120 +246,198 @@ class LayerStreamer:
         topk_weights: torch.Tensor,
         routed: torch.Tensor,
         topk_ids: torch.Tensor,
-        keep: Keep,
+        keep: Keep | None,
     ) -> Streamed:
         """The layer's output.
 
         x: [T, H]; topk_weights: float32 [T, K]; routed: int32 [T, K] in 0..E-1, rows of padding
-        too; topk_ids: the same with E for these; keep: may copy from the buffer to the slots.
+        too; topk_ids: the same with E for these; keep: None where slots are to stay as they are.
         """
         if self._next != layer.number:
             self.begin(layer.number)
         is_last = layer.number + 1 == self.num_layers or self._is_alone()
-        following = None if is_last else layer.number + 1
+        following = None if is_last else self._layers[layer.number + 1]
         # Set again at the end: after an error the step does not go on.
         self._next = None
-        buffer, tail = self._buffers[layer.number % 2], self.tail
-        slot_of = self._slot_of[layer.number]
-        ahead, rest = self._parts(slot_of)
+        ahead, rest = self._parts(layer)
         on_cpu = rest[:0]
+        tail = self.tail
         if tail is not None:
             step = tail.read(x, topk_weights, topk_ids)
-            rest, on_cpu = tail.choose(step, rest, len(slot_of), len(ahead))
-        if len(rest):
-            self._copy(layer, rest)
-        if following is not None:
-            self._start(following)
-        expert_map = None
-        if len(on_cpu):
-            others = np.setdiff1d(np.arange(len(slot_of)), on_cpu)
-            # Without the sentinel's entry: a kernel takes as many as it was built for.
-            expert_map = _sent(_map_of(others, len(slot_of))[:-1], x.device)
-        buffer.full.wait()
-        try:
-            self._copy_here(_from_slots(layer, slot_of))
-            out = layer.lane.output(x, topk_weights, routed, expert_map)
-            keep(expert_map)
-        finally:
-            buffer.free.record()
+            rest, on_cpu = tail.choose(step, rest, layer.num_experts, len(ahead))
+            if len(on_cpu):
+                tail.start(layer.cpu, step, _map_of(on_cpu, layer.num_experts))
+        waves = plan_waves(np.concatenate((ahead, rest)), layer.size, layer.num_experts)
+        given = _Given(x, topk_weights, routed, topk_ids)
+        copies = self._copying(layer, waves, len(ahead), on_cpu, following)
+        next(copies, None)
+        next(copies, None)
+        out = None if layer.is_whole else self._over_slots(layer, given)
+        num_computed = len(waves) + (out is not None)
+        for wave in waves:
+            turn, self._turn = self._turn, 1 - self._turn
+            buffer = layer.buffers[turn]
+            self._marks[turn].full.wait()
+            try:
+                if layer.is_whole:
+                    out = self._whole(layer, buffer, given, has_map=len(on_cpu) > 0)
+                else:
+                    out = _add(out, buffer.lane, given, buffer.expert_map)
+                if keep is not None:
+                    if wave is waves[0]:
+                        keep.decide(buffer.at_hand[:-1] if len(on_cpu) else None)
+                    keep.take(turn, None if layer.is_whole else buffer.expert_map)
+            finally:
+                self._marks[turn].free.record()
+            next(copies, None)
+        assert out is not None, "every expert is in a slot or in a wave"
+        if keep is not None and not waves:
+            keep.decide(None)
         if tail is not None and len(on_cpu):
-            out = tail.add(out, layer.cpu, step, _map_of(on_cpu, len(slot_of)))
-        self._next = following
-        return Streamed(out, len(ahead) + len(rest), len(on_cpu))
+            out = tail.add(out)
+        self._next = None if following is None else following.number
+        return Streamed(out, len(ahead) + len(rest), len(on_cpu), num_computed)
 
-    def _start(self, number: int) -> None:
-        """Enqueue the first copies of this layer: all without a CPU lane."""
-        ahead, _ = self._parts(self._slot_of[number])
-        self._copy(self._layers[number], ahead)
+    def _copying(
+        self,
+        layer: StreamedLayer,
+        waves: Sequence[Wave],
+        ahead: int,
+        on_cpu: Experts,
+        following: StreamedLayer | None,
+    ) -> Iterator[None]:
+        """Enqueue copies of one wave more with each `next`, of the following layer's first at last.
 
-    def _parts(self, slot_of: npt.NDArray[np.int32]) -> tuple[Experts, Experts]:
+        ahead: how many experts of the first wave have been enqueued.
+        """
+        turn = self._turn
+        for number, wave in enumerate(waves):
+            buffer, maps = layer.buffers[turn], []
+            if not layer.is_whole:
+                maps.append(_sent(buffer.expert_map, wave.expert_map(layer.num_experts)))
+            if number == 0:
+                wave = wave.behind(ahead)
+                if len(on_cpu):
+                    others = np.setdiff1d(np.arange(layer.num_experts), on_cpu)
+                    maps.append(_sent(buffer.at_hand, _map_of(others, layer.num_experts)))
+            self._copy(layer, turn, wave, maps)
+            turn = 1 - turn
+            yield
+        if following is not None:
+            self._start(following, turn)
+
+    def _start(self, layer: StreamedLayer, turn: int) -> None:
+        """Enqueue the first copies of this layer: those of a whole wave without a CPU lane."""
+        ahead, _ = self._parts(layer)
+        for wave in plan_waves(ahead, layer.size, layer.num_experts):
+            self._copy(layer, turn, wave)
+
+    def _parts(self, layer: StreamedLayer) -> tuple[Experts, Experts]:
         """The experts that are in no slot: those copied ahead of the routing, and the rest."""
-        missing = np.flatnonzero(slot_of < 0)
+        missing = np.flatnonzero(self._slot_of[layer.number] < 0)
         ahead = len(missing) if self.tail is None else -(-len(missing) // _AHEAD)
+        ahead = min(ahead, layer.size)
         return missing[:ahead], missing[ahead:]
 
-    def _copy(self, layer: StreamedLayer, experts: Experts) -> None:
-        """Enqueue copies; the buffer is full behind the last ones."""
-        buffer = self._buffers[layer.number % 2]
-        self._copies.copy(_from_host(layer, experts), after=buffer.free, done=buffer.full)
+    def _copy(self, layer: StreamedLayer, turn: int, wave: Wave, maps: Pairs = ()) -> None:
+        """Enqueue copies into this buffer, which is full behind the last ones."""
+        tensors, marks = layer.buffers[turn].tensors, self._marks[turn]
+        runs = wave.runs()
+        pairs = [
+            (tensors[name][rows], tensor[experts])
+            for name, tensor in layer.host.items()
+            for experts, rows in runs
+        ]
+        if pairs or maps:
+            self._copies.copy([*pairs, *maps], after=marks.free, done=marks.full)
+
+    def _over_slots(self, layer: StreamedLayer, given: _Given) -> torch.Tensor | None:
+        """What the experts in slots add up to; None where there are none."""
+        if not (self._slot_of[layer.number] >= 0).any():
+            return None
+        lane = layer.in_slots().lane
+        assert lane is not None
+        return _add(None, lane, given, self._slot_maps[layer.number])
+
+    def _whole(
+        self, layer: StreamedLayer, buffer: InBuffer, given: _Given, has_map: bool
+    ) -> torch.Tensor:
+        """The output of a layer that is whole in this buffer, but for its experts in slots."""
+        slot_of = self._slot_of[layer.number]
+        self._copy_here(
+            [
+                (buffer.tensors[name][expert], tensor[slot_of[expert]])
+                for name, tensor in layer.in_slots().tensors.items()
+                for expert in np.flatnonzero(slot_of >= 0).tolist()
+            ]
+        )
+        # Without the sentinel's entry: a kernel takes as many as it was built for.
+        expert_map = buffer.at_hand[:-1] if has_map else None
+        return buffer.lane.output(given.x, given.topk_weights, given.routed, expert_map)
 
     def _copy_here(self, pairs: Pairs) -> None:
         copy(pairs)
 
-    def _read_tables(self) -> list[npt.NDArray[np.int32]]:
-        """For each layer int32 [E], the slot of each expert or -1; one copy for all layers."""
+    def _read_tables(self) -> None:
+        """Of all layers, which experts are in slots now; one copy to the host."""
         tables = [layer.in_slots().slot_of for layer in self._layers]
-        ends = np.cumsum([len(table) for table in tables])
-        return np.split(torch.cat(tables).cpu().numpy(), ends[:-1])
+        sizes = [(len(table) // _ALIGNMENT + 1) * _ALIGNMENT for table in tables]
+        nowhere = torch.full((_ALIGNMENT,), -1, dtype=torch.int32, device=tables[0].device)
+        padded = [
+            part
+            for table, size in zip(tables, sizes, strict=True)
+            for part in (table, nowhere[: size - len(table)])
+        ]
+        joined = torch.cat(padded)
+        on_host = joined.cpu().numpy()
+        starts = np.cumsum([0, *sizes[:-1]]).tolist()
+        spans = [(start, start + len(table)) for start, table in zip(starts, tables, strict=True)]
+        self._slot_maps = [joined[start : end + 1] for start, end in spans]
+        self._slot_of = [on_host[start:end] for start, end in spans]
 
 
 @dataclass(frozen=True)
-class _Buffer:
-    """The marks of a buffer; see the module."""
+class _Marks:
+    """Those of a buffer; see the module."""
 
     free: Mark
     full: Mark
 
 
-def _from_slots(layer: StreamedLayer, slot_of: npt.NDArray[np.int32]) -> Pairs:
-    slots = layer.in_slots().tensors
-    return [
-        (layer.buffer[name][expert], tensor[slot_of[expert]])
-        for name, tensor in slots.items()
-        for expert in np.flatnonzero(slot_of >= 0).tolist()
-    ]
+@dataclass(frozen=True)
+class _Given:
+    """A layer's step: as for `LayerStreamer.output`."""
+
+    x: torch.Tensor
+    topk_weights: torch.Tensor
+    routed: torch.Tensor
+    topk_ids: torch.Tensor
 
 
-def _from_host(layer: StreamedLayer, experts: Experts) -> Pairs:
-    """Neighbours together: the larger a copy, the nearer it comes to the bus's rate."""
-    runs = _runs(experts)
-    return [
-        (layer.buffer[name][start:end], tensor[start:end])
-        for name, tensor in layer.host.items()
-        for start, end in runs
-    ]
+def _add(
+    out: torch.Tensor | None, lane: Lane, given: _Given, expert_map: torch.Tensor
+) -> torch.Tensor:
+    """`out` and what this lane's experts add to it; float32, None is nothing."""
+    x = given.x
+    total = torch.empty(x.shape, dtype=torch.float32, device=x.device) if out is None else out
+    lane.compute(x, given.topk_weights, given.topk_ids, expert_map, total, out is not None)
+    return total
 
 
-def _map_of(experts: Experts, num_experts: int) -> torch.Tensor:
+def _in_buffer(tensors: Tensors, lane: Lane, num_experts: int) -> InBuffer:
+    device = next(iter(tensors.values())).device
+    # Ordinary tensors: they are written to in and out of inference mode.
+    with torch.inference_mode(False):
+        maps = [torch.full((num_experts + 1,), -1, dtype=torch.int32, device=device) for _ in "01"]
+    return InBuffer(tensors, lane, *maps)
+
+
+def _map_of(experts: Experts, num_experts: int) -> npt.NDArray[np.int32]:
     """Int32 [E + 1]: expert -> expert for these, else -1."""
-    entries = torch.full((num_experts + 1,), -1, dtype=torch.int32)
-    entries[torch.from_numpy(experts)] = torch.from_numpy(experts.astype(np.int32))
-    return entries
+    return Wave(experts, experts).expert_map(num_experts)
 
 
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device, without waiting for it: the copies beside the CPU's work are under way."""
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def _runs(numbers: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs of neighbours, each from its first to behind its last one."""
-    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
-    edges = [0, *breaks.tolist(), len(numbers)]
-    return [
-        (int(numbers[start]), int(numbers[end - 1]) + 1)
-        for start, end in pairwise(edges)
-        if end > start
-    ]
+def _sent(to: torch.Tensor, entries: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What to copy there, in memory that the copy engine reads without the host's waiting."""
+    source = torch.from_numpy(entries)
+    return to, source.pin_memory() if to.is_cuda else source
