@@ -31,7 +31,7 @@ from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.refusals import refuse_reloading
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
-from vllm_moe_offload.integration.share import CpuShare
+from vllm_moe_offload.integration.share import CpuShare, check_limits
 from vllm_moe_offload.integration.streaming import TRIED_ROWS, Streaming
 from vllm_moe_offload.lanes import (
     MAX_CAPTURED,
@@ -85,7 +85,12 @@ class OffloadRuntime:
         self._slots: dict[str, int | None] = {}
 
     def adopt(self, module: OffloadedRoutedExperts) -> None:
-        """Take in a layer when it is constructed, before any weight is loaded."""
+        """Take in a layer when it is constructed, before any weight is loaded.
+
+        ConfigError where a setting is above what it has.
+        """
+        experts = module.moe_config.num_experts
+        check_limits(self.config, module.layer_name, experts, module.top_k)
         self._modules[module.layer_name] = module
 
     def prepare(self) -> None:
@@ -171,7 +176,7 @@ class OffloadRuntime:
                 request,
                 policy=self.config.policy,
                 top_k=module.top_k,
-                cache_topk=share.cache_topk(module.layer_name, module.top_k),
+                cache_topk=share.cache_topk,
             )
             if request is not None:
                 captured.split(*share.split(captured.step.num_experts))
