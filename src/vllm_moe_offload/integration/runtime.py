@@ -386,7 +386,10 @@ class OffloadRuntime:
         self._report()
 
     def resize(self, slots_per_layer: int) -> None:
-        """Give every layer that many slots, or none of them: ValueError when it does not go."""
+        """Give every layer that many slots, or none of them: ValueError when it does not go.
+
+        Where the device lacks the memory, that error is raised, and all have as many as before.
+        """
         layers = self._layers().values()
         if not layers:
             raise ValueError(
@@ -399,12 +402,20 @@ class OffloadRuntime:
             )
         for layer in layers:
             layer.check_resize(slots_per_layer)
-        for layer in layers:
-            layer.resize(slots_per_layer)
-        if self._share is not None:
-            self._share.restart()
-            if self._share.rates is None:
-                self._share.measure(self._layers(), self._cpu_lanes)
+        before = [layer.num_slots for layer in layers]
+        try:
+            for layer in layers:
+                layer.resize(slots_per_layer)
+        except Exception:
+            for layer, slots in zip(layers, before, strict=True):
+                if layer.num_slots != slots:
+                    layer.resize(slots)
+            raise
+        finally:
+            if self._share is not None:
+                self._share.restart()
+        if self._share is not None and self._share.rates is None:
+            self._share.measure(self._layers(), self._cpu_lanes)
 
     def _report(self) -> None:
         """From now on report what is counted, where somebody has asked for it."""
