@@ -244,6 +244,11 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "architectures": None,
             "get_hidden_size": ["self"],
             "get_vocab_size": ["self"],
+            "get_head_size": ["self"],
+            "get_num_kv_heads": ["self", "parallel_config"],
+            "get_num_layers": ["self", "parallel_config"],
+            "get_num_experts": ["self"],
+            "use_mla": None,
         }
     },
     "vllm/platforms/interface.py": {"Platform": {"is_cpu": ["self"], "is_cuda": ["self"]}},
@@ -264,6 +269,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "parallel_config": None,
             "model_config": None,
             "scheduler_config": None,
+            "speculative_config": None,
             "compilation_config": None,
         },
         "": {"set_current_vllm_config": ["vllm_config"], "get_current_vllm_config_or_none": []},
@@ -281,6 +287,9 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
     },
     "vllm/model_executor/layers/mamba/abstract.py": {"MambaBase": {"get_state_shape": ["self"]}},
     "vllm/config/scheduler.py": {"SchedulerConfig": {"max_num_batched_tokens": None}},
+    "vllm/config/speculative.py": {
+        "SpeculativeConfig": {"draft_model_config": None, "method": None}
+    },
 }
 # Names that must not be there: the plugin adds them and would hide vLLM's own.
 ABSENT = {

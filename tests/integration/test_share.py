@@ -16,6 +16,7 @@ from vllm_moe_offload import ConfigError
 from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.integration import share as module
+from vllm_moe_offload.integration.runtime import OffloadRuntime
 from vllm_moe_offload.integration.share import CpuShare
 from vllm_moe_offload.planning import LaneRates, LaneUse
 
@@ -128,13 +129,29 @@ def test_a_limit_on_the_experts_fetched_is_kept() -> None:
         share.close()
 
 
-def test_no_more_than_the_models_top_k_may_enter() -> None:
+def test_how_many_of_a_tokens_experts_may_be_fetched() -> None:
     with CpuExpertEngine(threads=1) as engine:
-        share = made(engine, mode="hybrid", cache_topk=4)
-        assert share.cache_topk("layer", 4) == 4
-        with pytest.raises(ConfigError, match=r"cache_topk=4, but layer routes.*to 2 experts"):
-            share.cache_topk("layer", 2)
-        assert made(engine, mode="auto").cache_topk("layer", 2) is None
+        assert made(engine, mode="hybrid", cache_topk=4).cache_topk == 4
+        assert made(engine, mode="auto").cache_topk is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache_topk": 3}, r"cache_topk=3, but layer routes.*to 2 experts: give at most 2, or"),
+        ({"update_expert_num": 9}, r"update_expert_num=9, but layer has 8 experts: give at most 8"),
+    ],
+)
+def test_limits_above_what_a_layer_has_are_refused(settings: dict, message: str) -> None:
+    layer = SimpleNamespace(layer_name="layer", moe_config=SimpleNamespace(num_experts=8), top_k=2)
+    runtime = OffloadRuntime.__new__(OffloadRuntime)
+    runtime._modules = {}
+    for most in ({}, {"cache_topk": 2, "update_expert_num": 8}):
+        runtime.config = OffloadConfig.parse(most)
+        runtime.adopt(layer)  # type: ignore[arg-type]
+    runtime.config = OffloadConfig.parse(settings)
+    with pytest.raises(ConfigError, match=message):
+        runtime.adopt(layer)  # type: ignore[arg-type]
 
 
 def test_where_every_miss_is_fetched_there_is_no_lane() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -262,6 +263,21 @@ def test_resizing_an_engine_checks_every_layer_first(model: Path) -> None:
         with pytest.raises(ValueError, match=r"asked for 17 slots .* from 1 to 16"):
             resize(ours, 17)
         assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {4}
+
+
+def test_resizing_an_engine_whose_memory_does_not_suffice_changes_no_layer(model: Path) -> None:
+    def fail(count: int) -> Any:
+        if count > 4:
+            raise MemoryError(f"{count} slots")
+        return allocate(count)
+
+    with engine(model, **moe_offload_args(slots_per_layer=4)) as ours:
+        (runtime,) = ours.collective_rpc(lambda worker: worker._moe_offload_runtime)
+        last = list(runtime._layers().values())[-1]
+        allocate, last._allocate = last._allocate, fail
+        with pytest.raises(MemoryError, match="8 slots"):
+            resize(ours, 8)
+        assert [layer["slots"] for layer in stats(ours)["layers"].values()] == [4, 4, 4]
 
 
 def test_an_engine_without_slots_cannot_be_resized(model: Path) -> None:

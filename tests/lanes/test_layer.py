@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,19 +211,38 @@ def test_resizing_to_what_cannot_be_is_refused(engine: CpuExpertEngine, num_slot
     case.check(layer, case.x(1), torch.tensor([[0, 1, 2]]))
 
 
-def test_a_layer_whose_slots_could_not_be_allocated_says_so(engine: CpuExpertEngine) -> None:
+@pytest.mark.parametrize("most", [2, 1])
+def test_slots_that_cannot_be_allocated_leave_those_there_were(
+    engine: CpuExpertEngine, most: int
+) -> None:
     case = Case(engine)
     layer = case.layer(2)
+    allocate = layer._allocate
+    begun: list[weakref.ref[torch.Tensor]] = []
 
-    def fail(count: int) -> dict[str, torch.Tensor]:
+    def fail(count: int) -> Any:
+        assert not any(one() is not None for one in begun), "what was begun is given back before"
+        if count <= most:
+            return allocate(count)
+        part = torch.zeros(8)
+        begun.append(weakref.ref(part))
         raise MemoryError(f"{count} slots")
 
     layer._allocate = fail
     with pytest.raises(MemoryError, match="3 slots"):
         layer.resize(3)
-    assert layer.device_bytes == 0
-    with pytest.raises(RuntimeError, match="no slots: allocating them failed"):
-        layer.forward(case.x(1), torch.rand(1, TOP_K), torch.tensor([[0, 1, 2]]))
+    ids = torch.tensor([[0, 1, 2]])
+    if most >= 2:
+        assert layer.num_slots == 2
+        assert layer.device_bytes == 2 * layer.layout.nbytes
+        case.check(layer, case.x(1), ids)
+    else:
+        assert layer.device_bytes == 0
+        with pytest.raises(RuntimeError, match="no slots: allocating them failed"):
+            layer.forward(case.x(1), torch.rand(1, TOP_K), ids)
+    layer._allocate = allocate
+    layer.resize(3)
+    case.check(layer, case.x(1), ids)
 
 
 class SpyDevice(HostDevice):

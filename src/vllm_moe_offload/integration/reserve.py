@@ -45,7 +45,9 @@ def _kv_cache(vllm_config: VllmConfig) -> int:
     heads = model.get_num_kv_heads(vllm_config.parallel_config)
     layers = model.get_num_layers(vllm_config.parallel_config)
     assert isinstance(model.dtype, torch.dtype)
-    row = 2 * heads * model.get_head_size() * model.dtype.itemsize
+    # Keys and values; of MLA one latent row is both, and the head's size that row's.
+    rows = 1 if model.use_mla else 2
+    row = rows * heads * model.get_head_size() * model.dtype.itemsize
     return 2 * layers * row * int(model.max_model_len)
 
 

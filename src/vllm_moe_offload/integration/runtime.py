@@ -35,7 +35,7 @@ from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.refusals import refuse_reloading
 from vllm_moe_offload.integration.reserve import reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
-from vllm_moe_offload.integration.share import CpuShare
+from vllm_moe_offload.integration.share import CpuShare, check_limits
 from vllm_moe_offload.integration.streaming import TRIED_ROWS, Streaming
 from vllm_moe_offload.lanes import (
     MAX_CAPTURED,
@@ -92,7 +92,12 @@ class OffloadRuntime:
         self._slots: dict[str, int | None] = {}
 
     def adopt(self, module: OffloadedRoutedExperts) -> None:
-        """Take in a layer when it is constructed, before any weight is loaded."""
+        """Take in a layer when it is constructed, before any weight is loaded.
+
+        ConfigError where a setting is above what it has.
+        """
+        experts = module.moe_config.num_experts
+        check_limits(self.config, module.layer_name, experts, module.top_k)
         self._modules[module.layer_name] = module
 
     def prepare(self) -> None:
@@ -180,7 +185,7 @@ class OffloadRuntime:
                 request,
                 policy=self.config.policy,
                 top_k=module.top_k,
-                cache_topk=share.cache_topk(module.layer_name, module.top_k),
+                cache_topk=share.cache_topk,
                 ends_step=lambda: module.layer_name in self._ends or captures_a_piece(),
             )
             if request is not None:
@@ -393,7 +398,10 @@ class OffloadRuntime:
         self._report()
 
     def resize(self, slots_per_layer: int) -> None:
-        """Give every layer that many slots, or none of them: ValueError when it does not go."""
+        """Give every layer that many slots, or none of them: ValueError when it does not go.
+
+        Where the device lacks the memory, that error is raised, and all have as many as before.
+        """
         layers = self._layers().values()
         if not layers:
             raise ValueError(
@@ -406,12 +414,20 @@ class OffloadRuntime:
             )
         for layer in layers:
             layer.check_resize(slots_per_layer)
-        for layer in layers:
-            layer.resize(slots_per_layer)
-        if self._share is not None:
-            self._share.restart()
-            if self._share.rates is None:
-                self._share.measure(self._layers(), self._cpu_lanes)
+        before = [layer.num_slots for layer in layers]
+        try:
+            for layer in layers:
+                layer.resize(slots_per_layer)
+        except Exception:
+            for layer, slots in zip(layers, before, strict=True):
+                if layer.num_slots != slots:
+                    layer.resize(slots)
+            raise
+        finally:
+            if self._share is not None:
+                self._share.restart()
+        if self._share is not None and self._share.rates is None:
+            self._share.measure(self._layers(), self._cpu_lanes)
 
     def _report(self) -> None:
         """From now on report what is counted, where somebody has asked for it."""

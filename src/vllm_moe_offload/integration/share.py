@@ -36,6 +36,19 @@ logger = init_logger(f"vllm.{__name__}")
 _MOST_LAYERS = 1024
 
 
+def check_limits(config: OffloadConfig, layer: str, num_experts: int, top_k: int) -> None:
+    """ConfigError where a limit on what is fetched is above what this layer has."""
+    for name, what, there in (
+        ("cache_topk", f"routes a token to {top_k} experts", top_k),
+        ("update_expert_num", f"has {num_experts} experts", num_experts),
+    ):
+        most = getattr(config, name)
+        if most != "auto" and most > there:
+            raise ConfigError(
+                f"{name}={most}, but {layer} {what}: give at most {there}, or 'auto' for no limit"
+            )
+
+
 class CpuShare:
     """The CPU lane, and how many misses it leaves to be fetched. Made where there is a GPU.
 
@@ -63,17 +76,11 @@ class CpuShare:
         """The layer's side of the lane; None in a mode that has none."""
         return self._lane.add(layer, cpu.plan) if self._lane is not None else None
 
-    def cache_topk(self, layer: str, top_k: int) -> int | None:
-        """Of a token's `top_k` experts, how many may be fetched; None for all, or ConfigError."""
+    @property
+    def cache_topk(self) -> int | None:
+        """Of a token's experts, how many may be fetched; None for all."""
         most = self._config.cache_topk
-        if most == "auto":
-            return None
-        if most > top_k:
-            raise ConfigError(
-                f"cache_topk={most}, but {layer} routes a token to {top_k} experts: give at most "
-                f"{top_k}"
-            )
-        return most
+        return None if most == "auto" else most
 
     def split(self, num_experts: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """What is fetched and what is promoted by the rates now, for `CapturedLayer.split`.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -183,7 +185,9 @@ class OffloadedLayer:
     def resize(self, num_slots: int) -> None:
         """Take `num_slots` empty slots instead of those there are; no step may be under way.
 
-        Raises ValueError as `check_resize` does.
+        Raises ValueError as `check_resize` does, and what allocating the slots raised: there are as
+        many as before then, empty ones. Where these cannot be had again either, none is left, and a
+        step says so.
         """
         self.check_resize(num_slots)
         if self._residency is None:
@@ -192,16 +196,31 @@ class OffloadedLayer:
             self.captured.step.read_into(self._residency)
         self._counted = self.counters
         self._passed.zero_()
-        # Freed before the new slots are allocated: if that fails none is left, and a step says so.
+        before = self.num_slots if self._slots is not None else 0
+        # Freed before the new slots are allocated: both may not fit.
         self._slots = None
+        try:
+            self._take(num_slots)
+        except Exception as error:
+            # What has been allocated of them would be kept until the error is forgotten.
+            traceback.clear_frames(error.__traceback__)
+            if before:
+                with contextlib.suppress(Exception):
+                    self._take(before)
+            raise
+
+    def _take(self, num_slots: int) -> None:
+        """Allocate slots where there are none."""
+        assert self._residency is not None
         self._residency.resize(num_slots)
         tensors = self._allocate(num_slots)
         resident = self._make_resident(tensors)
         cache = self._device.slot_cache(self._host, tensors)
         planned = PlannedLayer(self._residency, cache, resident, self.layout.nbytes)
         captured = self._capture(tensors, resident) if self._capture is not None else None
-        self._slots = _Slots(cache, resident, planned, captured)
-        self._slots.kept = self._make_kept(self._slots)
+        slots = _Slots(cache, resident, planned, captured)
+        slots.kept = self._make_kept(slots)
+        self._slots = slots
         self._empty()
 
     def check_resize(self, num_slots: int) -> None:
