@@ -29,6 +29,7 @@ class Machine:
         self._random = random.Random(seed)
         self._queues: dict[str, list[Callable[[], Any]]] = {COMPUTING: [], COPYING: []}
         self.current = COMPUTING
+        self.done = 0
 
     def enqueue(self, item: Callable[[], Any]) -> None:
         """On the current stream."""
@@ -43,6 +44,7 @@ class Machine:
             for name in order:
                 if self._queues[name] and self._queues[name][0]() is not False:
                     self._queues[name].pop(0)
+                    self.done += 1
                     break
             else:
                 raise AssertionError("the streams wait for each other")
@@ -74,6 +76,35 @@ class LateMark:
         self._machine.enqueue(lambda: self._passed >= number)
 
 
+class LateWatch:
+    """A stopwatch of such a machine, of which an item is a second."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._began: int | None = None
+        self._ended = 0
+
+    def start(self) -> None:
+        self._began = None
+        self._machine.enqueue(self._start)
+
+    def _start(self) -> None:
+        self._began = self._machine.done
+
+    def stop(self) -> None:
+        self._machine.enqueue(self._stop)
+
+    def _stop(self) -> None:
+        self._ended = self._machine.done
+
+    def has_begun(self) -> bool:
+        return self._began is not None
+
+    def seconds(self) -> float:
+        assert self._began is not None
+        return float(self._ended - self._began)
+
+
 class LateCopies:
     """In place of a CopyStream."""
 
@@ -84,9 +115,16 @@ class LateCopies:
     def mark(self) -> LateMark:
         return LateMark(self._machine)
 
-    def copy(self, pairs: Any, *, after: LateMark, done: LateMark) -> None:
+    def stopwatch(self) -> LateWatch:
+        return LateWatch(self._machine)
+
+    def copy(
+        self, pairs: Any, *, after: LateMark, done: LateMark, watch: LateWatch | None = None
+    ) -> None:
         self._machine.current = COPYING
         after.wait()
+        if watch is not None:
+            watch.start()
         for to, source in pairs:
             self._machine.enqueue(lambda to=to, source=source: to.copy_(source))
             self.copied += len(to) if to.dtype != torch.int32 else 0  # those are maps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.stream.machine import DELAYS, HostLane, LateLane, LateStreamer, LateT
 from vllm_moe_offload.experts import ExpertLayout, TensorSpec
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import BufferMemory, InSlots, Keep, StreamedLayer, buffer_bytes
+from vllm_moe_offload.stream.tail import OnHost
 
 CPU = torch.device("cpu")
 HIDDEN, TOP_K = 3, 2
@@ -197,6 +199,42 @@ def test_some_experts_on_the_cpu(
     model.streamer.close()
     assert model.computed or cpu + row > 0.3
     assert model.kept
+
+
+def test_what_has_come_before_the_routing_is_known_leaves_more_to_the_bus() -> None:
+    """The CPU takes as long for an expert as the bus does; 9 of 27 missing ones are ahead."""
+    tail = LateTail(Machine(None), TailRates(copy=1.0, cpu=1.0, cpu_row=0.0))
+    ids = torch.arange(27)[:, None]
+    step, pending = OnHost(ids, ids, ids, is_staged=False), np.arange(9, 27)
+    for seconds, on_cpu in ((0.0, 13), (3.0, 12), (9.0, 9), (99.0, 9)):
+        copied, computed = tail.choose(step, pending, 27, 9, seconds)
+        assert sorted([*copied, *computed]) == pending.tolist()
+        assert len(computed) == on_cpu
+    tail.close()
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_it_is_told_how_long_copies_ahead_have_been_under_way(delay: str) -> None:
+    sizes = [(9, 2), (9, 0), (6, 6), (9, 5)]
+    model = Model(Machine(DELAYS[delay]), sizes, buffer_experts=4)
+    model.streamer.tail = LateTail(model.machine, TailRates(1.0, 0.3, 0.0))
+    told: list[tuple[int, float]] = []
+    choose = model.streamer.tail.choose
+
+    def listen(*given: Any) -> Any:
+        told.append(given[3:])
+        return choose(*given)
+
+    model.streamer.tail.choose = listen
+    for _ in range(3):
+        before = model.machine.done
+        model.streamer.begin()
+        model.run(range(4))
+        # Items of the machine are its seconds.
+        assert all(0 <= seconds <= model.machine.done - before for _, seconds in told)
+    model.streamer.close()
+    assert all(seconds == 0 for ahead, seconds in told if ahead == 0)
+    assert any(seconds > 0 for _, seconds in told)
 
 
 @pytest.mark.parametrize("delay", DELAYS)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_moe_offload.device.streams import Stopwatch
+
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -44,13 +46,26 @@ class CopyStream:
         """A mark that has not been recorded."""
         return Mark(self._device)
 
-    def copy(self, pairs: Pairs, *, after: Mark, done: Mark) -> None:
-        """Once `after` has been passed copy each (to, from), one by one; then `done` is passed."""
+    def stopwatch(self) -> Stopwatch:
+        """One for `copy`, to be stopped on the current stream."""
+        return Stopwatch(self._device)
+
+    def copy(
+        self, pairs: Pairs, *, after: Mark, done: Mark, watch: Stopwatch | None = None
+    ) -> None:
+        """Once `after` has been passed copy each (to, from), one by one; then `done` is passed.
+
+        watch: started when the first copy is about to begin.
+        """
         if self._stream is None:
+            if watch is not None:
+                watch.start()
             copy(pairs)
             return
         with torch.cuda.stream(self._stream):
             after.wait()
+            if watch is not None:
+                watch.start()
             copy(pairs)
             done.record()
 

@@ -91,6 +91,10 @@ class Stopwatch:
         """Whether all between has run; does not wait."""
         return not self._is_cuda or bool(self._stop.query())  # type: ignore[no-untyped-call]
 
+    def has_begun(self) -> bool:
+        """Whether all before `start` has run; does not wait."""
+        return not self._is_cuda or bool(self._start.query())  # type: ignore[no-untyped-call]
+
     def seconds(self) -> float:
         """How long it took; waits."""
         if not self._is_cuda:

@@ -24,7 +24,7 @@ class TailRates:
 
 
 def experts_for_cpu(
-    rates: TailRates, rows: npt.NDArray[np.integer], ahead: int
+    rates: TailRates, rows: npt.NDArray[np.integer], ahead: float
 ) -> npt.NDArray[np.int64]:
     """Which of some experts to leave to the CPU, so that both lanes are done soonest.
 

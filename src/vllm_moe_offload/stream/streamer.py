@@ -34,6 +34,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_moe_offload.device.copies import CopyStream, Mark, Pairs, copy
+from vllm_moe_offload.device.streams import Stopwatch
 from vllm_moe_offload.stream.tail import CpuTail
 from vllm_moe_offload.stream.waves import Experts, Wave, plan_waves
 
@@ -181,6 +182,9 @@ class LayerStreamer:
         # Of each layer: int32 [E + 1], expert -> slot or -1, on the device and on the host.
         self._slot_maps: Sequence[torch.Tensor] = ()
         self._slot_of: Sequence[npt.NDArray[np.int32]] = ()
+        # From when copies ahead of the routing are under way until that is about to be read.
+        self._ahead = copies.stopwatch()
+        self._is_timed = False
         # The layer that the step goes on with; None between steps.
         self._next: int | None = None
 
@@ -263,8 +267,11 @@ class LayerStreamer:
         on_cpu = rest[:0]
         tail = self.tail
         if tail is not None:
+            self._ahead.stop()
             step = tail.read(x, topk_weights, topk_ids)
-            rest, on_cpu = tail.choose(step, rest, layer.num_experts, len(ahead))
+            rest, on_cpu = tail.choose(
+                step, rest, layer.num_experts, len(ahead), self._seconds_ahead()
+            )
             if len(on_cpu):
                 tail.start(layer.cpu, step, _map_of(on_cpu, layer.num_experts))
         waves = plan_waves(np.concatenate((ahead, rest)), layer.size, layer.num_experts)
@@ -329,8 +336,16 @@ class LayerStreamer:
     def _start(self, layer: StreamedLayer, turn: int) -> None:
         """Enqueue the first copies of this layer: those of a whole wave without a CPU lane."""
         ahead, _ = self._parts(layer)
+        watch = None if self.tail is None else self._ahead
+        self._is_timed = watch is not None and len(ahead) > 0
         for wave in plan_waves(ahead, layer.size, layer.num_experts):
-            self._copy(layer, turn, wave)
+            self._copy(layer, turn, wave, watch=watch)
+
+    def _seconds_ahead(self) -> float:
+        """For how long the bus had been at the copies ahead of a routing that has been read now."""
+        if not self._is_timed or not self._ahead.has_begun():
+            return 0.0
+        return max(self._ahead.seconds(), 0.0)
 
     def _parts(self, layer: StreamedLayer) -> tuple[Experts, Experts]:
         """The experts that are in no slot: those copied ahead of the routing, and the rest."""
@@ -339,7 +354,14 @@ class LayerStreamer:
         ahead = min(ahead, layer.size)
         return missing[:ahead], missing[ahead:]
 
-    def _copy(self, layer: StreamedLayer, turn: int, wave: Wave, maps: Pairs = ()) -> None:
+    def _copy(
+        self,
+        layer: StreamedLayer,
+        turn: int,
+        wave: Wave,
+        maps: Pairs = (),
+        watch: Stopwatch | None = None,
+    ) -> None:
         """Enqueue copies into this buffer, which is full behind the last ones."""
         tensors, marks = layer.buffers[turn].tensors, self._marks[turn]
         runs = wave.runs()
@@ -349,7 +371,7 @@ class LayerStreamer:
             for experts, rows in runs
         ]
         if pairs or maps:
-            self._copies.copy([*pairs, *maps], after=marks.free, done=marks.full)
+            self._copies.copy([*pairs, *maps], after=marks.free, done=marks.full, watch=watch)
 
     def _over_slots(self, layer: StreamedLayer, given: _Given) -> torch.Tensor | None:
         """What the experts in slots add up to; None where there are none."""

@@ -64,16 +64,22 @@ class CpuTail:
         return read
 
     def choose(
-        self, step: OnHost, pending: npt.NDArray[np.int64], num_experts: int, ahead: int
+        self,
+        step: OnHost,
+        pending: npt.NDArray[np.int64],
+        num_experts: int,
+        ahead: int,
+        seconds: float,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of the experts not yet copied those to copy and those for the CPU; the rest is unused.
 
-        ahead: how many are being copied already.
+        ahead: how many are being copied already, and `seconds` since when.
         """
         rows = np.bincount(step.topk_ids.numpy().ravel(), minlength=num_experts)[pending]
         pending, rows = pending[rows > 0], rows[rows > 0]
         on_cpu = np.zeros(len(pending), np.bool_)
-        on_cpu[experts_for_cpu(self._rates, rows, ahead)] = True
+        coming = max(ahead - seconds / self._rates.copy, 0.0)
+        on_cpu[experts_for_cpu(self._rates, rows, coming)] = True
         return pending[~on_cpu], pending[on_cpu]
 
     def start(self, cpu: Lane, step: OnHost, expert_map: npt.NDArray[np.int32]) -> None:
