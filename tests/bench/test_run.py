@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(name: str, model: Path, folder: Path, *options: str) -> tuple[list[Row], str]:
     """Run it with 5 slots for 16 experts of three layers; its rows and what it printed."""
-    common = "--dtype float32 --load-format auto --eager --kv-gib 0.06 --slots 5 --seconds 2"
+    common = "--dtype float32 --load-format auto --eager --kv-gib 0.06 --slots 5 --seconds 0.5"
     result = folder / "rows.json"
     done = subprocess.run(
         [

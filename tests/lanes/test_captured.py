@@ -77,7 +77,7 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of
 
 
 @interpreted
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     num_experts=st.integers(3, 9),
     share=st.floats(0.1, 1.0),
