@@ -1,39 +1,38 @@
 """Decode steps in CUDA graphs, and the same steps eagerly: no further from float32 than stock.
 
-Greedy tokens with the log-probability each was drawn with, in batches of 1, 3 (which vLLM pads to
-4), 8 and 32. The last tests let a float32 engine read the same tokens; stock is judged by its own.
-So the tests here go together, in their order.
+As `tests.gpu.drawing` draws tokens; the last tests let a float32 engine read the same ones. So the
+tests here go together, in their order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
-import numpy as np
 import torch
 from vllm import LLM
 from vllm import envs as vllm_envs
 from vllm.compilation import monitor
 
-from tests.e2e.engines import (
-    decoded,
-    engine,
-    errors,
-    is_no_further,
-    log_probabilities,
-    resize,
-    stats,
-)
+from tests.e2e.engines import decoded, engine, resize, stats
 from tests.engine.faults import end_service_thread
 from tests.gpu import checkpoints
 from tests.gpu.decode_faults import FAULTS
+from tests.gpu.drawing import (
+    BATCHES,
+    CAPTURED,
+    NEW,
+    RUNNERS,
+    SIZES,
+    Drawn,
+    draw,
+    is_accepted,
+    prompts,
+)
 from tests.gpu.oracle import checked_layers
 from vllm_moe_offload import moe_offload_args
 
@@ -41,22 +40,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BATCHES, NEW, SLOTS, LAYERS = (1, 3, 8, 32), 40, 24, 2
-SIZES: dict[str, Any] = {
-    "gpu_memory_utilization": 0.25,
-    "kv_cache_memory_bytes": 1 << 30,
-    "max_num_batched_tokens": 512,
-    "max_num_seqs": 32,
-}
-# Without torch.compile, which takes most of a start; the default is tried once, below.
-CAPTURED: dict[str, Any] = {
-    "enforce_eager": False,
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 4, 8, 32, 128],
-    },
-}
+SLOTS, LAYERS = 24, 2
 WAYS: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "captured": CAPTURED}
 SLOTTED: dict[str, Any] = {"slots_per_layer": SLOTS, "stream_threshold": "off"}
 MODES: dict[str, dict[str, Any]] = {
@@ -71,51 +55,12 @@ ALL_FAULTS = {
     "cpu": ("one expert dropped",),
     "hybrid": ("two experts swapped",),
 }
-RUNNERS = {"V1 runner": "0", "V2 runner": "1"}
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What an engine generated, and with which log-probabilities."""
-
-    sequences: list[list[int]]
-    values: np.ndarray
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("captured")
     return checkpoints.write("bf16", folder, seed=9, layers=LAYERS)[0]
-
-
-@pytest.fixture(scope="module")
-def drawn(checkpoint: Path) -> dict[str, Drawn]:
-    """By name: stock's at first, and what each test adds."""
-    with engine(checkpoint, dtype="bfloat16", **CAPTURED, **SIZES) as llm:
-        return {"stock": draw(llm)}
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Iterator[LLM]:
-    with engine(checkpoint, dtype="float32", enforce_eager=True, **SIZES) as llm:
-        yield llm
-
-
-def prompts() -> list[list[list[int]]]:
-    rng = np.random.default_rng(4)
-    return [
-        [rng.integers(3, checkpoints.VOCABULARY, rng.integers(4, 20)).tolist() for _ in range(size)]
-        for size in BATCHES
-    ]
-
-
-def draw(llm: LLM) -> Drawn:
-    sequences, values = [], []
-    for batch in prompts():
-        tokens, those = decoded(llm, batch, NEW)
-        sequences += [p + t for p, t in zip(batch, tokens, strict=True)]
-        values.append(those)
-    return Drawn(sequences, np.concatenate(values))
 
 
 def draw_counted(llm: LLM, name: str) -> Drawn:
@@ -203,25 +148,6 @@ def test_a_lane_that_dies_ends_the_step_and_not_the_process(checkpoint: Path) ->
         with pytest.raises(Exception, match=r"model\.layers\.\d+"):
             decoded(llm, prompts()[1], 4)
         assert time.perf_counter() - began < 5
-
-
-def is_accepted(name: str, drawn: dict[str, Drawn], reference: LLM) -> bool:
-    """Whether its error is within the allowance of stock's."""
-    if name not in drawn:
-        pytest.skip("nothing was generated")
-    ours, theirs = (
-        one.values - of_the_new(log_probabilities(reference, one.sequences), one.sequences)
-        for one in (drawn[name], drawn["stock"])
-    )
-    exact = np.zeros_like(ours)
-    print(f"\n{name}: {errors(ours, exact)}, stock {errors(theirs, exact)}")
-    return is_no_further(ours, theirs, exact)
-
-
-def of_the_new(values: np.ndarray, sequences: list[list[int]]) -> np.ndarray:
-    """Of log-probabilities of all tokens but each first, those of the generated ones."""
-    ends = np.cumsum([len(sequence) - 1 for sequence in sequences])
-    return np.concatenate([values[end - NEW : end] for end in ends])
 
 
 @pytest.mark.parametrize("name", [*(f"{mode}, {way}" for mode in MODES for way in WAYS), *RUNNERS])

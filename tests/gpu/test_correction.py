@@ -14,7 +14,8 @@ import torch
 
 from tests.e2e.engines import decoded, engine, stats
 from tests.gpu import checkpoints
-from tests.gpu.test_captured import CAPTURED, SIZES, SLOTS, prompts
+from tests.gpu.drawing import CAPTURED, SIZES, prompts
+from tests.gpu.test_captured import SLOTS
 from vllm_moe_offload import moe_offload_args
 from vllm_moe_offload.integration import share
 from vllm_moe_offload.lanes.meter import LaneMeter

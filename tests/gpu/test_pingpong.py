@@ -22,8 +22,8 @@ from vllm.compilation import monitor
 
 from tests.e2e.engines import decoded, engine, stats
 from tests.gpu import checkpoints
+from tests.gpu.drawing import CAPTURED, NEW, RUNNERS, SIZES, Drawn, draw, is_accepted, prompts
 from tests.gpu.oracle import checked_layers
-from tests.gpu.test_captured import CAPTURED, NEW, RUNNERS, SIZES, Drawn, draw, is_accepted, prompts
 from tests.stream.buffers import poison_buffers
 from vllm_moe_offload import (
     PingpongUnquantizedFusedMoEMethod,
@@ -63,19 +63,6 @@ Generated = tuple[list[list[int]], np.ndarray]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pingpong")
     return checkpoints.write("bf16", folder, seed=9, layers=LAYERS)[0]
-
-
-@pytest.fixture(scope="module")
-def drawn(checkpoint: Path) -> dict[str, Drawn]:
-    """By name: stock's at first, and what each test adds."""
-    with engine(checkpoint, dtype="bfloat16", **CAPTURED, **SIZES) as llm:
-        return {"stock": draw(llm)}
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Iterator[LLM]:
-    with engine(checkpoint, dtype="float32", enforce_eager=True, **SIZES) as llm:
-        yield llm
 
 
 def forget() -> None:

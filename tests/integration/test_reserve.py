@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,3 +69,14 @@ def test_the_kv_cache_is_that_of_two_of_the_longest_requests(
 ) -> None:
     told = reserved_bytes(of(tmp_path, model, kv_cache_memory_bytes=0), [])
     assert reserved_bytes(of(tmp_path, model), []) - told == 2 * LENGTH * row
+
+
+def test_a_draft_model_has_room_for_its_cache_and_its_dense_weights(tmp_path: Any) -> None:
+    plain, drafting = of(tmp_path, QWEN), of(tmp_path, QWEN)
+    draft = copy.copy(plain.model_config)
+    drafting.speculative_config = SimpleNamespace(method="mtp", draft_model_config=draft)  # type: ignore[assignment]
+    cache = 2 * LENGTH * 3 * 2 * 2 * 32 * 2
+    assert reserved_bytes(drafting, []) - reserved_bytes(plain, []) == cache
+    inner = QWEN.intermediate_size
+    dense = 3 * (6 * 256 * 256 + 3 * 256 * inner) + 2 * 256 * 512
+    assert reserved_bytes(drafting, [], draft) - reserved_bytes(drafting, []) == 2 * dense

@@ -33,7 +33,7 @@ from vllm_moe_offload.integration.graphs import (
 from vllm_moe_offload.integration.metrics import DecodeClock, Reporter, Totals, clock, reporter
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.refusals import refuse_reloading
-from vllm_moe_offload.integration.reserve import reserved_bytes
+from vllm_moe_offload.integration.reserve import draft_model, layers_of_experts, reserved_bytes
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
 from vllm_moe_offload.integration.share import CpuShare, check_limits
 from vllm_moe_offload.integration.streaming import TRIED_ROWS, Streaming
@@ -104,7 +104,8 @@ class OffloadRuntime:
         """Before the first weight is written: plan the slots, check all memory, begin to take it.
 
         Every layer of the model is known then, and the device holds the rest of the model. The
-        layers of a draft model come later and are planned by themselves.
+        layers of a draft model come later and are planned by themselves, over the share that slots
+        sized automatically leave them.
         """
         if len(self._slots) == len(self._modules):
             return  # called for every tensor that is loaded
@@ -555,21 +556,35 @@ class OffloadRuntime:
         if self.config.mode == "stream":
             return _no_slots(shapes), self._make_ping_pong(modules)
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
-        to_come = self.prefetch.pending_bytes if self.prefetch is not None else 0
-        free = budget = max(self.device.free_memory() - to_come, 0)
+        prefetched = self.prefetch.pending_bytes if self.prefetch is not None else 0
+        free = budget = max(self.device.free_memory() - prefetched, 0)
+        draft = draft_model(self._vllm_config) if not self._slots else None
         if isinstance(gib, float):
             budget = int(gib * _GIB) - self._slot_bytes - self._buffer_bytes
         elif not isinstance(slots, int) and current_platform.is_cuda():
             moe_configs = [module.moe_config for module in modules]
-            free = budget = max(free - reserved_bytes(self._vllm_config, moe_configs), 0)
+            free = budget = max(free - reserved_bytes(self._vllm_config, moe_configs, draft), 0)
         threshold = self.config.stream_threshold
-        plan, buffers = plan_with_buffers(
-            shapes,
-            slots_per_layer=slots if isinstance(slots, int) else None,
-            budget_bytes=budget,
-            buffer_bytes=self._wanted_buffers(modules),
-            is_wanted=isinstance(threshold, int) or isinstance(self.config.stream_experts, int),
-        )
+        # Those of a draft model get what these leave: as much as if they were like the largest.
+        to_come = layers_of_experts(self._vllm_config, draft) if not isinstance(slots, int) else 0
+        largest = max(shapes, key=lambda shape: shape.num_experts * shape.expert_bytes)
+        try:
+            plan, buffers = plan_with_buffers(
+                [*shapes, *[largest] * to_come],
+                slots_per_layer=slots if isinstance(slots, int) else None,
+                budget_bytes=budget,
+                buffer_bytes=self._wanted_buffers(modules),
+                is_wanted=isinstance(threshold, int) or isinstance(self.config.stream_experts, int),
+            )
+        except MemoryShortError as error:
+            if not self._slots:
+                raise
+            raise MemoryShortError(
+                f"{error}. The slots of {len(self._slots)} layers that were loaded before "
+                f"{shapes[0].name} are taken already: leave it room with slots_per_layer, which "
+                "is for every layer of both models"
+            ) from None
+        plan = SlotPlan(plan.slots[: len(shapes)], plan.fits)
         needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
         )
