@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+from enum import IntEnum
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vllm_moe_offload.device.readout import Readout
+from vllm_moe_offload.device.streams import beside_captures
 
 
 def test_every_tensor_is_a_list_of_its_numbers() -> None:
@@ -33,3 +38,58 @@ def test_a_busy_stream_is_not_waited_for() -> None:
     print(f"\n{1e6 * taken:.0f} us for one reading")
     torch.cuda.synchronize()
     assert readout.read([counted]) == [[8]]
+
+
+class Mode(IntEnum):
+    CU_STREAM_CAPTURE_MODE_GLOBAL = 0
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
+
+
+class Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NOT_INITIALIZED = 3
+
+
+def test_only_inside_a_threads_calls_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, code = Mode.CU_STREAM_CAPTURE_MODE_GLOBAL, Result.CUDA_SUCCESS
+
+    def exchange(mode: Mode) -> tuple[Result, Mode]:
+        nonlocal now
+        before, now = now, mode
+        return code, before
+
+    driver = SimpleNamespace(
+        cuThreadExchangeStreamCaptureMode=exchange, CUstreamCaptureMode=Mode, CUresult=Result
+    )
+    monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+    with pytest.raises(KeyError), beside_captures():
+        assert now is Mode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        raise KeyError
+    assert now is Mode.CU_STREAM_CAPTURE_MODE_GLOBAL
+    code = Result.CUDA_ERROR_NOT_INITIALIZED
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_NOT_INITIALIZED"), beside_captures():
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_capture_of_another_thread_goes_on() -> None:
+    counted, result = (torch.tensor([number], device="cuda") for number in (7, 0))
+    readout = Readout(torch.device("cuda"))
+    assert readout.read([counted]) == [[7]]  # loads the kernels
+    result.copy_(counted * 2)
+    torch.cuda.synchronize()
+    # So that the reading has to allocate, on the device and on the host.
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
+    read: list[list[list[int]]] = []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        other = threading.Thread(target=lambda: read.append(readout.read([counted, result])))
+        other.start()
+        other.join()
+        result.copy_(counted * 2 + 1)
+    assert read == [[[7], [14]]]
+    graph.replay()
+    assert result.item() == 15

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 
 from vllm_moe_offload.device.snapshot import Snapshot
+from vllm_moe_offload.device.streams import beside_captures
 
 
 class Readout:
@@ -21,11 +23,15 @@ class Readout:
     def read(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """Their numbers, each as a list.
 
-        Of a step that is under way some have been counted and some not. One copy for all.
+        Of a step that is under way some have been counted and some not. One copy for all. Another
+        thread may be capturing a graph meanwhile.
         """
         if not tensors:
             return []
-        with torch.cuda.stream(self._stream):  # the current one, where it is None
-            snapshot = Snapshot([tensor.reshape(-1) for tensor in tensors])
+        with ExitStack() as stack:
+            if self._stream is not None:
+                stack.enter_context(beside_captures())
+                stack.enter_context(torch.cuda.stream(self._stream))
+            numbers = Snapshot([tensor.reshape(-1) for tensor in tensors]).wait()
         ends = np.cumsum([tensor.numel() for tensor in tensors])
-        return [part.tolist() for part in np.split(snapshot.wait(), ends[:-1])]
+        return [part.tolist() for part in np.split(numbers, ends[:-1])]

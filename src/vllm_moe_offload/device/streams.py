@@ -5,8 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """What this thread does on a GPU inside is allowed while another thread captures a graph.
+
+    A capture, as torch begins it, otherwise forbids every thread to allocate or to ask an event,
+    and is spoilt where one does. For a thread that captures nothing itself.
+    """
+    from cuda.bindings import driver
+
+    def exchange(mode: Any) -> Any:
+        code, before = driver.cuThreadExchangeStreamCaptureMode(mode)
+        if code != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"CUDA does not let this thread work beside captures: {code.name}")
+        return before
+
+    before = exchange(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    try:
+        yield
+    finally:
+        exchange(before)
 
 
 class SideStream:
