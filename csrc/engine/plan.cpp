@@ -47,7 +47,7 @@ int64_t rows_per_task(int64_t rows, int64_t repeats, int64_t threads, int64_t le
   const int64_t wanted = rows * repeats / (threads * kTasksPerThread);
   int64_t best = std::clamp(wanted / kUsualRows * kUsualRows, kUsualRows, kRowBlock);
   int64_t best_time = std::numeric_limits<int64_t>::max();
-  for (int64_t size = best; size >= least; size -= kRowAlign) {
+  for (int64_t size = best; size >= least; size -= least) {
     const int64_t time = ceil_div(ceil_div(rows, size) * repeats, threads) * (4 * size + 1);
     if (time < best_time) {
       best = size;

@@ -92,6 +92,22 @@ def test_one_that_was_not_expected_is_an_error_that_says_what_to_set(
         pass
 
 
+def test_layers_of_a_draft_beside_a_model_without_experts_are_no_others() -> None:
+    """They are the first that are planned, and theirs is all there is for slots."""
+    shape = SimpleNamespace(get_num_experts=lambda: 0)
+    draft = SimpleNamespace(get_num_experts=lambda: 4)
+    speculative = SimpleNamespace(method="draft_model", draft_model_config=draft)
+    ours = SimpleNamespace(
+        _slots={}, _vllm_config=SimpleNamespace(model_config=shape, speculative_config=speculative)
+    )
+    are_the_drafts = runtime.OffloadRuntime._are_the_drafts.fget
+    assert are_the_drafts(ours)
+    shape.get_num_experts = lambda: 8
+    assert not are_the_drafts(ours)
+    ours._slots = {"layers.0": 4}
+    assert are_the_drafts(ours)
+
+
 def test_which_models_are_counted() -> None:
     def of(speculative: Any) -> Any:
         return SimpleNamespace(

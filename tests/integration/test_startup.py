@@ -160,6 +160,11 @@ def test_a_budget_is_for_slots_and_buffers(model: Path) -> None:
             r"stream_experts=17, but .* has 16 experts, and no layer has more: give at most 16",
         ),
         (
+            {"slots_per_layer": 16, "stream_threshold": 64, "stream_experts": 4},
+            ConfigError,
+            r"slots_per_layer=16 has every expert in a slot.* stream_threshold, stream_experts",
+        ),
+        (
             {"slots_per_layer": 4, "stream_experts": 4},
             ConfigError,
             r"stream_experts=4, but in vLLM's CPU build nothing is streamed unless",

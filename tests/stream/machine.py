@@ -49,6 +49,11 @@ class Machine:
             else:
                 raise AssertionError("the streams wait for each other")
 
+    @property
+    def copies_left(self) -> int:
+        """How many items of copying have not run."""
+        return len(self._queues[COPYING])
+
     def finish_copying(self) -> None:
         """What is left of the copies, when nothing is being computed."""
         while self._queues[COPYING]:

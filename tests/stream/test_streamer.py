@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -298,6 +299,42 @@ def test_an_error_in_a_layer_ends_the_step() -> None:
     for number in range(2):
         model.residents[number] = model.fill(number, 5, 2)
     model.run([0, 1])
+
+
+@pytest.mark.parametrize("buffer_experts", [2, 5])
+@pytest.mark.parametrize("fails_at", range(5))
+def test_an_error_in_a_copy_ends_the_step(fails_at: int, buffer_experts: int) -> None:
+    """What was being copied is not taken for what a later step needs."""
+    model = Model(Machine(None), [(5, 2), (5, 2)], buffer_experts=buffer_experts)
+    copies, copy, made = model.streamer.copies, model.streamer.copies.copy, 0
+
+    def fail(*given: Any, **named: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > fails_at:
+            raise RuntimeError("no copy")
+        copy(*given, **named)
+
+    copies.copy = fail
+    with suppress(RuntimeError):
+        model.streamer.begin()
+        model.run([0, 1])
+    copies.copy = copy
+    for number in range(2):
+        model.residents[number] = model.fill(number, 5, 2)
+    model.run([0, 1])
+
+
+def test_copies_of_a_step_that_an_error_ended_are_waited_for() -> None:
+    model = Model(Machine("computing"), [(9, 2), (9, 2)], buffer_experts=3)
+    (lane, _) = (buffer.lane for buffer in model.layers[0].buffers)
+    compute, lane.compute = lane.compute, None
+    with pytest.raises(TypeError):
+        model.run([0])
+    lane.compute = compute
+    model.streamer.end()
+    model.machine.finish()
+    assert not model.machine.copies_left
 
 
 def test_what_is_streamed() -> None:

@@ -85,9 +85,9 @@ class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
                 f"{layer.layer_name}: this {type(self).__name__} is that of {self._layer_name}: "
                 "make one for each layer"
             )
-        self._layer_name = layer.layer_name
         present = layer._modules.get("quant_method")
         if present is None:
+            self._layer_name = layer.layer_name
             return
         if not isinstance(present, UnquantizedFusedMoEMethod):
             raise UnsupportedError(
@@ -102,6 +102,7 @@ class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
             )
         for name in ("unquantized_backend", "experts_cls", "moe_kernel", "moe_quant_config"):
             setattr(self, name, getattr(present, name))
+        self._layer_name = layer.layer_name
 
 
 def _refuse_replays(layer: RoutedExperts, method: str) -> None:

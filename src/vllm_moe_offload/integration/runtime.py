@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -94,10 +95,12 @@ class OffloadRuntime:
     def adopt(self, module: OffloadedRoutedExperts) -> None:
         """Take in a layer when it is constructed, before any weight is loaded.
 
-        ConfigError where a setting is above what it has.
+        ConfigError where a setting is above what it has. To a draft model's layers, which come when
+        others have been planned, such a limit is none.
         """
-        experts = module.moe_config.num_experts
-        check_limits(self.config, module.layer_name, experts, module.top_k)
+        if not self._slots:
+            experts = module.moe_config.num_experts
+            check_limits(self.config, module.layer_name, experts, module.top_k)
         self._modules[module.layer_name] = module
 
     def prepare(self) -> None:
@@ -111,7 +114,8 @@ class OffloadRuntime:
             return  # called for every tensor that is loaded
         new = [module for name, module in self._modules.items() if name not in self._slots]
         # Layers of a draft model may run one at a time.
-        self._ends.update(module.layer_name for module in (new if self._slots else new[-1:]))
+        ends = new if self._are_the_drafts else new[-1:]
+        self._ends.update(module.layer_name for module in ends)
         plan, needs = self._make_plan(new)
         stays = self._sized_automatically and plan.fits
         self.store.prepare(also_needed=needs)
@@ -421,8 +425,10 @@ class OffloadRuntime:
                 layer.resize(slots_per_layer)
         except Exception:
             for layer, slots in zip(layers, before, strict=True):
-                if layer.num_slots != slots:
-                    layer.resize(slots)
+                if slots and layer.num_slots != slots:
+                    # What it raises would hide why there are not the slots that were asked for.
+                    with contextlib.suppress(Exception):
+                        layer.resize(slots)
             raise
         finally:
             if self._share is not None:
@@ -558,13 +564,14 @@ class OffloadRuntime:
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
         prefetched = self.prefetch.pending_bytes if self.prefetch is not None else 0
         free = budget = max(self.device.free_memory() - prefetched, 0)
-        draft = draft_model(self._vllm_config) if not self._slots else None
+        draft = None if self._are_the_drafts else draft_model(self._vllm_config)
         if isinstance(gib, float):
             budget = int(gib * _GIB) - self._slot_bytes - self._buffer_bytes
         elif not isinstance(slots, int) and current_platform.is_cuda():
             moe_configs = [module.moe_config for module in modules]
             free = budget = max(free - reserved_bytes(self._vllm_config, moe_configs, draft), 0)
         threshold = self.config.stream_threshold
+        is_wanted = isinstance(threshold, int) or isinstance(self.config.stream_experts, int)
         # Those of a draft model get what these leave: as much as if they were like the largest.
         to_come = layers_of_experts(self._vllm_config, draft) if not isinstance(slots, int) else 0
         largest = max(shapes, key=lambda shape: shape.num_experts * shape.expert_bytes)
@@ -574,7 +581,7 @@ class OffloadRuntime:
                 slots_per_layer=slots if isinstance(slots, int) else None,
                 budget_bytes=budget,
                 buffer_bytes=self._wanted_buffers(modules),
-                is_wanted=isinstance(threshold, int) or isinstance(self.config.stream_experts, int),
+                is_wanted=is_wanted,
             )
         except MemoryShortError as error:
             if not self._slots:
@@ -585,6 +592,8 @@ class OffloadRuntime:
                 "is for every layer of both models"
             ) from None
         plan = SlotPlan(plan.slots[: len(shapes)], plan.fits)
+        if plan.fits and is_wanted and not self._sized_automatically:
+            self._say_nothing_is_streamed()
         needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
         )
@@ -601,6 +610,27 @@ class OffloadRuntime:
                 torch.device(current_platform.device_type),
             )
         return plan, needs
+
+    @property
+    def _are_the_drafts(self) -> bool:
+        """Whether the layers that are planned next are a draft model's."""
+        model = self._vllm_config.model_config
+        has_draft = draft_model(self._vllm_config) is not None
+        return bool(self._slots) or (has_draft and not model.get_num_experts())
+
+    def _say_nothing_is_streamed(self) -> None:
+        """ConfigError where slots for every expert were asked for; a warning where they fit."""
+        settings = ("stream_threshold", "stream_experts")
+        asked = ", ".join(name for name in settings if isinstance(getattr(self.config, name), int))
+        if isinstance(self.config.slots_per_layer, int):
+            raise ConfigError(
+                f"slots_per_layer={self.config.slots_per_layer} has every expert in a slot, so "
+                f"nothing is streamed and {asked} would decide nothing: leave one of them out"
+            )
+        logger.warning(
+            "moe_offload: every expert has a slot, so nothing is streamed and %s decides nothing",
+            asked,
+        )
 
     def _make_ping_pong(self, modules: list[OffloadedRoutedExperts]) -> str:
         """Take the buffers through which every layer passes every step; what they need in words."""

@@ -24,6 +24,8 @@ from vllm_moe_offload.stream import InSlots, Keep, LayerStreamer, StreamedLayer
 
 Tensors = Mapping[str, torch.Tensor]
 
+_NO_SLOTS = "no slots: allocating them failed when this layer was resized"
+
 
 class OffloadedLayer:
     """The experts of one layer in host memory, some of them in slots of a device.
@@ -88,7 +90,9 @@ class OffloadedLayer:
     @property
     def num_slots(self) -> int:
         """Slots of the device this layer has now; 0 when the CPU computes every expert."""
-        return self._residency.table.num_slots if self._residency else 0
+        if self._residency is None or self._slots is None:
+            return 0
+        return self._residency.table.num_slots
 
     @property
     def decides_on_device(self) -> bool:
@@ -108,7 +112,7 @@ class OffloadedLayer:
     @property
     def device_bytes(self) -> int:
         """Bytes of the device's memory the slots take."""
-        return self.num_slots * self.layout.nbytes if self._slots is not None else 0
+        return self.num_slots * self.layout.nbytes
 
     @property
     def policy(self) -> str | None:
@@ -196,7 +200,7 @@ class OffloadedLayer:
             self.captured.step.read_into(self._residency)
         self._counted = self.counters
         self._passed.zero_()
-        before = self.num_slots if self._slots is not None else 0
+        before = self.num_slots
         # Freed before the new slots are allocated: both may not fit.
         self._slots = None
         try:
@@ -293,7 +297,7 @@ class OffloadedLayer:
                 return self._asking.forward(x, weights, ids)
             return self._on_cpu(x, weights, ids)
         if self._slots is None:
-            raise RuntimeError("no slots: allocating them failed when this layer was resized")
+            raise RuntimeError(_NO_SLOTS)
         if self.num_slots == self.num_experts:
             return self._all_resident(self._slots, x, weights, routed, ids)
         if self.captured is not None and len(x) <= MAX_CAPTURED:
@@ -371,7 +375,8 @@ class OffloadedLayer:
         """What is in slots now, for the streamer."""
         if self._residency is None:
             return InSlots({}, torch.full((self.num_experts,), -1, dtype=torch.int32), None)
-        assert self._slots is not None
+        if self._slots is None:
+            raise RuntimeError(_NO_SLOTS)
         if self.captured is not None:
             slot_of = self.captured.step.slot_of
         else:

@@ -96,6 +96,8 @@ class LayerStreamer:
         self._is_timed = False
         # The layer that the step goes on with; None between steps.
         self._next: int | None = None
+        # Whether an error has ended the last step: its copies may be under way.
+        self._is_left = False
 
     def takes(self, rows: int) -> bool:
         """Whether a step of so many rows is streamed."""
@@ -135,16 +137,17 @@ class LayerStreamer:
         self._read_tables()
         for marks in self._marks:
             marks.free.record()
-        self._next = first
+        self._next, self._is_left = None, True
         self._start(self._layers[first], self._turn)
+        self._next, self._is_left = first, False
 
     def end(self) -> None:
         """The step is over, or slots change: what has been copied for later layers is not used.
 
         These copies come before what is enqueued next, which may be a graph that fills the buffers.
         """
-        if self._next is not None:
-            self._next = None
+        if self._next is not None or self._is_left:
+            self._next, self._is_left = None, False
             self._copies.join()
 
     def close(self) -> None:
@@ -171,7 +174,7 @@ class LayerStreamer:
         is_last = layer.number + 1 == self.num_layers or self._is_alone()
         following = None if is_last else self._layers[layer.number + 1]
         # Set again at the end: after an error the step does not go on.
-        self._next = None
+        self._next, self._is_left = None, True
         ahead, rest = self._parts(layer)
         on_cpu = rest[:0]
         tail = self.tail
@@ -194,17 +197,15 @@ class LayerStreamer:
             turn, self._turn = self._turn, 1 - self._turn
             buffer = layer.buffers[turn]
             self._marks[turn].full.wait()
-            try:
-                if layer.is_whole:
-                    out = self._whole(layer, buffer, given, has_map=len(on_cpu) > 0)
-                else:
-                    out = _add(out, buffer.lane, given, buffer.expert_map)
-                if keep is not None:
-                    if wave is waves[0]:
-                        keep.decide(buffer.at_hand[:-1] if len(on_cpu) else None)
-                    keep.take(turn, None if layer.is_whole else buffer.expert_map)
-            finally:
-                self._marks[turn].free.record()
+            if layer.is_whole:
+                out = self._whole(layer, buffer, given, has_map=len(on_cpu) > 0)
+            else:
+                out = _add(out, buffer.lane, given, buffer.expert_map)
+            if keep is not None:
+                if wave is waves[0]:
+                    keep.decide(buffer.at_hand[:-1] if len(on_cpu) else None)
+                keep.take(turn, None if layer.is_whole else buffer.expert_map)
+            self._marks[turn].free.record()
             next(copies, None)
         assert out is not None, "every expert is in a slot or in a wave"
         if keep is not None and not waves:
@@ -212,6 +213,7 @@ class LayerStreamer:
         if tail is not None and len(on_cpu):
             out = tail.add(out)
         self._next = None if following is None else following.number
+        self._is_left = False
         return Streamed(out, len(ahead) + len(rest), len(on_cpu), num_computed)
 
     def _copying(
