@@ -20,8 +20,11 @@ _HEAD = """# Benchmarks
 
 Made by `python -m bench.report` from the files in [bench/results](../bench/results). Medians; in
 brackets the floor's share, the floor being a lower bound from rates measured in the same run
-([design](design.md), section 1). Figures of different runs are not to be compared: machines differ.
-A dash is a figure that was not reached, and why stands below.
+([design](design.md), section 1). The rates are measured before the engines run and vary, mostly by
+a tenth or two: where a share is above 100 %, the lanes (what serves a missing expert: the bus, the
+CPU) ran faster in the run than alone. Figures of different runs are not to be compared: machines
+differ. A dash is a figure that was not reached, and why stands below. A heading ends with its
+file's name (`eager`: without CUDA graphs).
 
 """
 TITLES = {
@@ -63,10 +66,12 @@ def sections(files: Iterable[Path]) -> str:
     """All tables of the files, each under what it is and where it was measured."""
     parts = []
     for path in files:
-        for rows in _runs(read(path)):
+        runs = _runs(read(path))
+        for number, rows in enumerate(runs, 1):
             head = rows[0]
+            name = f"`{path.stem}`" + (f", run {number}" if len(runs) > 1 else "")
             if head["bench"] == "cpu":
-                parts += [*_cpu_head(head, path), report_cpu.tables(rows)]
+                parts += [*_cpu_head(head, name), report_cpu.tables(rows)]
                 continue
             about = ", ".join(
                 f"{head[key]}" + (f" {key}" if key == "layers" else "")
@@ -76,17 +81,17 @@ def sections(files: Iterable[Path]) -> str:
             versions = f"vLLM {head['vllm']}, torch {head['torch']}, commit {head['commit']}"
             for metric in _metrics(rows):
                 parts += [
-                    f"## {TITLES[metric]}",
-                    f"{about}; {versions}, {head['date']}. `{path.name}`",
+                    f"## {TITLES[metric]}: {name}",
+                    f"{about}; {versions}, {head['date']}.",
                     table(rows, metric),
                     _rates(rows),
                 ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _cpu_head(head: Row, path: Path) -> tuple[str, str]:
+def _cpu_head(head: Row, name: str) -> tuple[str, str]:
     where = f"{head['card']}, {head['host_cpu']}; torch {head['torch']}, commit {head['commit']}"
-    return "## The CPU expert engine", f"{where}, {head['date']}. `{path.name}`"
+    return f"## The CPU expert engine: {name}", f"{where}, {head['date']}."
 
 
 def picture(rows: Sequence[Row], metric: str, target: Path) -> None:

@@ -41,10 +41,22 @@ def test_a_page_names_machine_versions_and_file(tmp_path: Path) -> None:
     path = tmp_path / "2026-01-01-decode.json"
     append(path, rows())
     page = report.sections([path])
-    assert "## Decode, ms a step" in page
+    assert "## Decode, ms a step: `2026-01-01-decode`\n" in page
     assert "qwen3-30b-a3b, 24 layers, bf16, h100, a CPU; vLLM 0.26.0, torch 2.11.0" in page
     assert "GB/s: h2d 54.2." in page
-    assert "2026-01-01-decode.json" in page
+
+
+def test_no_two_headings_are_the_same(tmp_path: Path) -> None:
+    one, two = tmp_path / "decode.json", tmp_path / "decode-eager.json"
+    append(one, rows())
+    append(one, [row | {"run": "def"} for row in rows()])
+    append(two, rows())
+    cpu = tmp_path / "cpu.json"
+    append(cpu, cpu_rows())
+    lines = report.sections([one, two, cpu]).splitlines()
+    headings = [line for line in lines if line.startswith("## ")]
+    assert len(headings) == 4
+    assert len(set(headings)) == len(headings)
 
 
 def test_runs_are_never_compared(tmp_path: Path) -> None:
@@ -84,7 +96,7 @@ def test_cpu_rows_stand_beside_what_limits_them(tmp_path: Path) -> None:
     path = tmp_path / "2026-01-01-cpu.json"
     append(path, cpu_rows())
     lines = report.sections([path]).splitlines()
-    assert "## The CPU expert engine" in lines
+    assert "## The CPU expert engine: `2026-01-01-cpu`" in lines
     assert "| bf16 | cpu amx | 90.0 (90 %) |" in lines
     assert "| bf16 | cpu amx | 9.00 (45 %) |" in lines
     assert "| bf16 | kt-kernel | - |" in lines
