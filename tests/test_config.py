@@ -67,7 +67,7 @@ def test_the_helper_for_llm_builds_the_same() -> None:
     ("settings", "message"),
     [
         ({"slots": 4}, r"unknown: slots; what exists: mode, slots_per_layer, gpu_memory_gib"),
-        ({"mode": "gpu"}, r"mode='gpu'.*'auto', 'cache', 'hybrid', 'cpu' or 'stream'"),
+        ({"mode": "gpu"}, r"mode='gpu': give one of auto, cache, hybrid, cpu, stream \("),
         (
             {"mode": "stream", "slots_per_layer": 4},
             r"copies every .*slots_per_layer would",
@@ -85,18 +85,20 @@ def test_the_helper_for_llm_builds_the_same() -> None:
             {"mode": "cache", "correct_rates": "off"},
             r"mode='cache' leaves no choice.*correct_rates",
         ),
-        ({"correct_rates": "on"}, r"correct_rates='on'"),
+        ({"correct_rates": "on"}, r"correct_rates='on': give one of auto, off \("),
         ({"cache_topk": 0}, r"cache_topk=0: give at least 1"),
         ({"mode": "hybrid", "update_expert_num": 0}, r"update_expert_num=0: give at least 1"),
-        ({"policy": "clock"}, r"policy='clock'.*'lfru', 'lru', 'lfu' or 'static'"),
+        ({"policy": "clock"}, r"policy='clock': give one of lfru, lru, lfu, static \("),
         ({"slots_per_layer": 0}, r"slots_per_layer=0: give at least 1"),
-        ({"slots_per_layer": 2.5}, r"slots_per_layer=2.5"),
-        ({"slots_per_layer": "many"}, r"slots_per_layer='many'"),
+        ({"slots_per_layer": 2.5}, r"slots_per_layer=2.5: give a whole number or 'auto' \("),
+        ({"slots_per_layer": "many"}, r"slots_per_layer='many': give a whole number or 'auto' \("),
+        ({"slots_per_layer": float("inf")}, r"slots_per_layer=inf: give a whole number or 'auto'"),
+        ({"gpu_memory_gib": "much"}, r"gpu_memory_gib='much': give a number or 'auto' \("),
         ({"gpu_memory_gib": 0}, r"gpu_memory_gib=0"),
         ({"gpu_memory_gib": -1.0}, r"gpu_memory_gib=-1.0"),
         ({"gpu_memory_gib": float("nan")}, r"gpu_memory_gib=nan"),
         ({"stream_threshold": -1}, r"stream_threshold=-1: give at least 0, 'auto' or 'off'"),
-        ({"stream_threshold": "never"}, r"stream_threshold='never'"),
+        ({"stream_threshold": "never"}, r"='never': give a whole number or 'auto' or 'off' \("),
         ({"mode": "cpu", "stream_threshold": 64}, r"mode='cpu' has no slots, so stream_threshold"),
         ({"stream_experts": 0}, r"stream_experts=0: give at least 1, or 'auto'"),
         ({"stream_experts": "all"}, r"stream_experts='all'"),
@@ -119,7 +121,9 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"group_size": 2, "num_in_group": 3}, r"num_in_group=3 of group_size=2.*from 1 to 2"),
         ({"group_size": 2, "params": "mlp,"}, r"params has '', which matches no name"),
         ({"group_size": 2, "params": ["mlp..gate"]}, r"params has 'mlp..gate', which matches no"),
-        ({"group_size": 2, "params": 3}, r"params=3"),
+        ({"group_size": 2, "params": 3}, r"params=3: give a list of names \("),
+        ({"group_size": 2, "params": [3, 4]}, r"params=4: give a list of names \("),
+        ({"group_size": "two"}, r"group_size='two': give a whole number \("),
         ({"group_size": True}, r"group_size=True: true and false"),
         (["mode"], r"must be a mapping"),
         ({"slots_per_layer": True}, r"slots_per_layer=True: true and false are no values"),
@@ -140,7 +144,7 @@ def test_an_error_describes_a_setting_once(name: str) -> None:
     message = str(raised.value)
     assert message.count(OffloadConfig.model_fields[name].description) == 1
     assert message.count(f"{name}='eight': ") == 1
-    assert "should be a valid" in message and "'auto'" in message and "policy='clock'" in message
+    assert "number or 'auto'" in message and "policy='clock'" in message
 
 
 @pytest.mark.parametrize("given", [None, {}, {"mode": "stream"}, {"cpu_threads": 2}])
@@ -171,8 +175,8 @@ def test_sources_that_disagree_are_an_error() -> None:
 
 
 def test_an_unknown_variable_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"unknown: slots; what exists"):
-        OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOTS": "8"})
+    with pytest.raises(ConfigError, match=r"variable VLLM_MOE_OFFLOAD_SLOT is no setting; those"):
+        OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOT": "8"})
 
 
 def test_the_same_value_in_another_type_is_no_disagreement() -> None:
@@ -196,6 +200,38 @@ def test_a_variable_that_looks_like_a_setting_is_an_error(name: str) -> None:
 def test_a_misspelt_section_is_an_error(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"has '{key}': did you mean 'moe_offload'"):
         OffloadConfig.resolve({key: {}}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "shown"),
+    [
+        ({"slots_per_layer": 8}, "'slots_per_layer'", '{"slots_per_layer": 8}'),
+        (
+            {"cpu_threads": 2, "mode": "cpu"},
+            "'mode', 'cpu_threads'",
+            '{"mode": "cpu", "cpu_threads": 2}',
+        ),
+        (
+            {"moe_offload": {"policy": "lru"}, "gpu_memory_gib": 4, "another": 1},
+            "'gpu_memory_gib'",
+            '{"policy": "lru", "gpu_memory_gib": 4}',
+        ),
+    ],
+)
+def test_settings_beside_their_section_are_an_error(given: dict, named: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        OffloadConfig.resolve(given, {})
+    assert str(raised.value) == (
+        f"additional_config has {named}: settings of moe_offload stand in its section: "
+        f'{{"moe_offload": {shown}}}'
+    )
+
+
+def test_words_of_any_plugin_are_left_to_it() -> None:
+    others = {"mode": "fast", "params": {}, "policy": "fifo"}
+    assert OffloadConfig.resolve(others, {}) is None
+    config = OffloadConfig.resolve({**others, "moe_offload": {"policy": "lru"}}, {})
+    assert config == OffloadConfig(policy="lru")
 
 
 def test_vllm_plugins_without_this_plugin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

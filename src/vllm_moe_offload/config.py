@@ -7,9 +7,10 @@ Settings come from ``--additional-config '{"moe_offload": {...}}'`` and from env
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -22,6 +23,9 @@ from pydantic import (
 )
 
 from vllm_moe_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 ADDITIONAL_CONFIG_KEY = "moe_offload"
 ENVIRONMENT_PREFIX = "VLLM_MOE_OFFLOAD_"
@@ -45,6 +49,8 @@ SPLIT_SETTINGS = ("cache_topk", "update_expert_num", "correct_rates")
 PREFETCH_SETTINGS = ("group_size", "num_in_group", "prefetch_step", "params")
 # Those without slots, and why.
 SLOTLESS_MODES = {"cpu": "fetches nothing", "stream": "copies every expert every step"}
+# Words that another plugin may have in additional_config: ours beside one that is ours for certain.
+_COMMON_WORDS = frozenset({"mode", "params", "policy"})
 # Settings that need others, which the other source may have: checked when both are together.
 _ONE_OF_TWO_SOURCES = {"is_part": True}
 PolicyName = Literal["lfru", "lru", "lfu", "static"]
@@ -312,7 +318,7 @@ def moe_offload_args(**settings: Any) -> dict[str, Any]:
 
 
 def _section(additional_config: Any) -> dict[str, Any] | None:
-    """The settings in `additional_config`, or None; ConfigError for a misspelt section."""
+    """The settings in `additional_config`, or None; ConfigError for some beside their section."""
     if not isinstance(additional_config, Mapping):
         return None
     for key in additional_config:
@@ -322,30 +328,38 @@ def _section(additional_config: Any) -> dict[str, Any] | None:
             raise ConfigError(
                 f"additional_config has {key!r}: did you mean {ADDITIONAL_CONFIG_KEY!r}?"
             )
-    if ADDITIONAL_CONFIG_KEY not in additional_config:
-        return None
-    value = additional_config[ADDITIONAL_CONFIG_KEY]
-    if not isinstance(value, Mapping):
+    section = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
+    if not isinstance(section, Mapping):
         raise ConfigError(
             f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping of settings "
-            f"(what exists: {', '.join(OffloadConfig.model_fields)}), got {value!r}"
+            f"(what exists: {', '.join(OffloadConfig.model_fields)}), got {section!r}"
         )
-    return dict(value)
+    beside = {
+        name: additional_config[name]
+        for name in OffloadConfig.model_fields
+        if name in additional_config
+    }
+    if beside.keys() - _COMMON_WORDS:
+        whole = {ADDITIONAL_CONFIG_KEY: {**section, **beside}}
+        raise ConfigError(
+            f"additional_config has {', '.join(map(repr, beside))}: settings of "
+            f"{ADDITIONAL_CONFIG_KEY} stand in its section: {json.dumps(whole, default=str)}"
+        )
+    return dict(section) if ADDITIONAL_CONFIG_KEY in additional_config else None
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The settings in the environment; ConfigError for a variable that looks like one."""
+    known = variable_names()
     found = {}
     for name, text in environment.items():
         if not name.upper().startswith(ENVIRONMENT_PREFIX.rstrip("_")) or name in ENGINE_VARIABLES:
             continue
-        setting = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name != ENVIRONMENT_PREFIX + setting.upper():
+        if name not in known:
             raise ConfigError(
-                f"the environment variable {name} is no setting; those are: "
-                + ", ".join(variable_names())
+                f"the environment variable {name} is no setting; those are: {', '.join(known)}"
             )
-        found[setting] = text
+        found[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = text
     return found
 
 
@@ -354,19 +368,44 @@ def variable_names() -> list[str]:
     return [ENVIRONMENT_PREFIX + name.upper() for name in OffloadConfig.model_fields]
 
 
+# What a setting should have been, by the first word of pydantic's name for the error.
+_WANTED = {
+    "int": "a whole number",
+    "finite": "a whole number",
+    "float": "a number",
+    "tuple": "a list of names",
+    "string": "a list of names",
+}
+
+
 def _explain(error: ValidationError) -> str:
     # A setting of several types has an error for each of them.
-    causes: dict[str, list[str]] = {}
-    values: dict[str, Any] = {}
+    found: dict[str, list[ErrorDetails]] = {}
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"][:1])
-        values[where] = item["input"]
-        causes.setdefault(where, []).append(item["msg"].removeprefix("Value error, "))
+        found.setdefault(".".join(str(part) for part in item["loc"][:1]), []).append(item)
     lines = []
-    for where, messages in causes.items():
-        line = " or ".join(messages)
+    for where, items in found.items():
+        line = _cause(items)
         known = OffloadConfig.model_fields.get(where)
         if known is not None:
-            line = f"{where}={values[where]!r}: {line} ({known.description})"
+            line = f"{where}={items[-1]['input']!r}: {line} ({known.description})"
         lines.append(line)
     return "moe_offload settings: " + "; ".join(lines)
+
+
+def _cause(items: list[ErrorDetails]) -> str:
+    """What is wrong with one setting, in our words where pydantic found it."""
+    kinds = [_wanted(item) for item in items]
+    if None in kinds:
+        return " or ".join(item["msg"].removeprefix("Value error, ") for item in items)
+    if items[0]["type"] == "literal_error":
+        return f"give one of {', '.join(items[0]['ctx']['expected'].split(' or '))}".replace(
+            "'", ""
+        )
+    return f"give {' or '.join(map(str, dict.fromkeys(kinds)))}"
+
+
+def _wanted(item: ErrorDetails) -> str | None:
+    if item["type"] == "literal_error":
+        return str(item["ctx"]["expected"])
+    return _WANTED.get(item["type"].partition("_")[0])

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.config import SLOTLESS_MODES, OffloadConfig
 from vllm_moe_offload.errors import ConfigError
 
@@ -25,7 +26,6 @@ PROMPTS = [
     "Before you upgrade the system,",
 ]
 _KIB = 2**10
-_MIB = 2**20
 
 
 class DemoError(Exception):
@@ -142,7 +142,10 @@ def _in_a_process(
         if process.returncode or not result.is_file():
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
             raise DemoError(f"the run ended with code {process.returncode}:\n{tail}")
-        return Result(**json.loads(result.read_text()))
+        outcome = json.loads(result.read_text())
+        if "error" in outcome:
+            raise DemoError(outcome["error"])
+        return Result(**outcome)
 
 
 def _quiet_environment() -> dict[str, str]:
@@ -159,21 +162,27 @@ def _table(ours: Result, stock: Result) -> Table:
     table.add_column("")
     table.add_column("with offload", justify="right")
     table.add_column("without", justify="right")
-    table.add_row(
-        "experts on the device, a layer",
-        f"{layers[0]['slots']} of {layers[0]['experts']}",
-        f"{layers[0]['experts']} of {layers[0]['experts']}",
-    )
-    table.add_row("hits", f"{stats['hits']} ({stats['hits'] / max(looked_up, 1):.0%})", "-")
-    table.add_row("misses", f"{stats['misses']}", "-")
+    experts = layers[0]["experts"]
+    if layers[0]["slots"]:
+        table.add_row(
+            "experts on the device, a layer",
+            f"{layers[0]['slots']} of {experts}",
+            f"{experts} of {experts}",
+        )
+        table.add_row("hits", f"{stats['hits']} ({stats['hits'] / max(looked_up, 1):.0%})", "-")
+        table.add_row("misses", f"{stats['misses']}", "-")
+    elif stats["buffer_bytes"]:
+        table.add_row(
+            "experts in each of two buffers", f"{layers[0]['buffer_experts']} of {experts}", "-"
+        )
     copied = stats["bytes_fetched"] + stats["bytes_streamed"]
     table.add_row("copied a token", f"{copied / max(ours.count, 1) / _KIB:.0f} KiB", "-")
     table.add_row(
         "experts in device memory",
-        f"{(stats['device_bytes'] + stats['buffer_bytes']) / _MIB:.1f} MiB",
-        f"{stats['host_bytes'] / _MIB:.1f} MiB",
+        amount(stats["device_bytes"] + stats["buffer_bytes"]),
+        amount(stats["host_bytes"]),
     )
-    table.add_row("experts in host memory", f"{stats['host_bytes'] / _MIB:.1f} MiB", "-")
+    table.add_row("experts in host memory", amount(stats["host_bytes"]), "-")
     table.add_row(
         "tokens a second",
         f"{ours.count / ours.seconds:.0f}",

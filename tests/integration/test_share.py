@@ -140,18 +140,21 @@ def test_how_many_of_a_tokens_experts_may_be_fetched() -> None:
     [
         ({"cache_topk": 3}, r"cache_topk=3, but layer routes.*to 2 experts: give at most 2, or"),
         ({"update_expert_num": 9}, r"update_expert_num=9, but layer has 8 experts: give at most 8"),
+        ({"slots_per_layer": 9}, r"slots_per_layer=9, but layer has 8 experts: give at most 8$"),
     ],
 )
 def test_limits_above_what_a_layer_has_are_refused(settings: dict, message: str) -> None:
     layer = SimpleNamespace(layer_name="layer", moe_config=SimpleNamespace(num_experts=8), top_k=2)
     runtime = OffloadRuntime.__new__(OffloadRuntime)
-    runtime._modules = {}
-    for most in ({}, {"cache_topk": 2, "update_expert_num": 8}):
+    runtime._modules, runtime._slots = {}, {}
+    for most in ({}, {"cache_topk": 2, "update_expert_num": 8, "slots_per_layer": 8}):
         runtime.config = OffloadConfig.parse(most)
         runtime.adopt(layer)  # type: ignore[arg-type]
     runtime.config = OffloadConfig.parse(settings)
     with pytest.raises(ConfigError, match=message):
         runtime.adopt(layer)  # type: ignore[arg-type]
+    runtime._slots = {"of another model": 8}
+    runtime.adopt(layer)  # type: ignore[arg-type]
 
 
 def test_where_every_miss_is_fetched_there_is_no_lane() -> None:

@@ -36,7 +36,7 @@ from vllm_moe_offload import (  # noqa: E402
     moe_offload_args,
 )
 from vllm_moe_offload.device import HostDevice  # noqa: E402
-from vllm_moe_offload.integration import layers  # noqa: E402
+from vllm_moe_offload.integration import layers, runtime  # noqa: E402
 from vllm_moe_offload.integration.compat import check_version  # noqa: E402
 from vllm_moe_offload.integration.frontend import configure  # noqa: E402
 from vllm_moe_offload.integration.layers import offloaded_layers  # noqa: E402
@@ -71,7 +71,7 @@ def test_without_settings_vllm_is_untouched(model: Path) -> None:
         found = [module for module in _model(stock).modules() if isinstance(module, RoutedExperts)]
         assert found
         assert all(type(module) is RoutedExperts for module in found)
-        with pytest.raises(Exception, match="started without moe_offload settings"):
+        with pytest.raises(Exception, match="without moe_offload settings: give some in add"):
             stats(stock)
     assert "RoutedExperts" not in op_registry_oot
 
@@ -152,7 +152,7 @@ def test_a_budget_is_for_slots_and_buffers(model: Path) -> None:
         (
             {"gpu_memory_gib": 0.0005, "stream_threshold": 64, "stream_experts": 16},
             MemoryShortError,
-            r"two buffers for streamed layers need 0.0007 GiB.*smaller buffers \(stream_experts",
+            r"two buffers for streamed layers need 0.8 MiB.*smaller buffers \(stream_experts",
         ),
         (
             {"slots_per_layer": 4, "stream_threshold": 64, "stream_experts": 17},
@@ -182,6 +182,35 @@ def test_buffers_that_do_not_go_stop_the_start(
 ) -> None:
     with pytest.raises(error, match=message):
         start(model, settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"slots_per_layer": 4, "policy": "lru"},
+            "mode=cache, 3 layers, 1.1 MiB of experts in host memory, 4 slots a layer, 0.3 MiB in "
+            "slots, policy lru, 1 CPU threads",
+        ),
+        (
+            {"mode": "stream"},
+            "mode=stream, 3 layers, 1.1 MiB of experts in host memory, 0.8 MiB in two buffers, 1",
+        ),
+        ({"mode": "cpu"}, "mode=cpu, 3 layers, 1.1 MiB of experts in host memory, 1 CPU threads"),
+        ({}, "3 layers fits on the device, so offload is off and vLLM runs as without it"),
+        (
+            {"group_size": 1, "params": ["self_attn"]},
+            "3 layers fits on the device, so offload of experts is off; prefetching stays on",
+        ),
+    ],
+)
+def test_the_log_says_what_there_is(
+    model: Path, settings: dict, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(runtime.logger, "info", lambda text, *given: lines.append(text % given))
+    with engine(model, **moe_offload_args(cpu_threads=1, **settings)):
+        assert said in "\n".join(lines)
 
 
 def test_buffers_hold_whole_layers_in_the_mode_stream(model: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.device.base import Device, SlotCache
 from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.routing import Wave
@@ -104,7 +105,7 @@ def register(address: int, nbytes: int) -> None:
     code = _cudart().cudaHostRegister(address, nbytes, _REGISTER_FLAGS)
     if int(code):
         raise MemoryShortError(
-            f"CUDA could not register {nbytes / 2**30:.2f} GiB of host memory (error "
+            f"CUDA could not register {amount(nbytes)} of host memory (error "
             f"{int(code)}): raise the limit of locked memory, or free host memory"
         )
 

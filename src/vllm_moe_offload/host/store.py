@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host.pages import Pages, available_memory, map_pages, touch
 
-_GIB = 2**30
 Register = Callable[[int, int], None]
 Unregister = Callable[[int], None]
 
@@ -81,10 +81,10 @@ class HostStore:
     def needs(self) -> str:
         """In words: what has been allocated and not made ready, and what host memory there is."""
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / _GIB:.2f} GiB"
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else amount(soft)
         return (
-            f"offloaded weights need {self._needed / _GIB:.2f} GiB of host memory and "
-            f"{available_memory() / _GIB:.2f} GiB are available (locked-memory limit: {limit})"
+            f"offloaded weights need {amount(self._needed)} of host memory and "
+            f"{amount(available_memory())} are available (locked-memory limit: {limit})"
         )
 
     def prepare(self, also_needed: str = "") -> None:

@@ -1,7 +1,8 @@
 """Generate from a few prompts, one after another, printing the text as it comes.
 
 Run as a module in a process of its own: ``python -m vllm_moe_offload.integration.demo_run``
-with one JSON argument, the fields of `DemoRun`. Text goes to standard output, the result to a file.
+with one JSON argument, the fields of `DemoRun`. Text goes to standard output, the result to a file,
+or as ``error`` the message of an error of this package.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from vllm_moe_offload.errors import OffloadError
 
 
 @dataclass(frozen=True)
@@ -92,4 +95,8 @@ def _say(order: DemoRun, text: str) -> None:
 
 if __name__ == "__main__":
     the_order = DemoRun(**json.loads(sys.argv[1]))
-    Path(the_order.result).write_text(json.dumps(run(the_order)))
+    try:
+        outcome = run(the_order)
+    except OffloadError as error:
+        outcome = {"error": str(error)}
+    Path(the_order.result).write_text(json.dumps(outcome))

@@ -22,6 +22,7 @@ from vllm.model_executor.offloader.base import (
 )
 from vllm.platforms import current_platform
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
@@ -31,7 +32,6 @@ from vllm_moe_offload.stream import BufferPool, LayerPrefetcher, PoolPlan, Tenso
 from vllm_moe_offload.stream.memory import aligned
 
 logger = init_logger(f"vllm.{__name__}")
-_GIB = 2**30
 # Methods of a worker that write into the parameters of a model.
 
 
@@ -181,14 +181,14 @@ class GroupOffloader(BaseOffloader):
         self._is_finished = True
         done = self.stats()
         logger.info(
-            "moe_offload: %d of %d layers are prefetched: %.3f GiB in host memory, of which %.3f "
-            "GiB are copied each step, %.3f GiB of buffers on the device (%.3f GiB predicted)",
+            "moe_offload: %d of %d layers are prefetched: %s in host memory, of which %s are "
+            "copied each step, %s of buffers on the device (%s predicted)",
             done["layers"],
             self._seen.num_layers,
-            done["host_bytes"] / _GIB,
-            done["step_bytes"] / _GIB,
-            done["device_bytes"] / _GIB,
-            done["predicted_bytes"] / _GIB,
+            amount(done["host_bytes"]),
+            amount(done["step_bytes"]),
+            amount(done["device_bytes"]),
+            amount(done["predicted_bytes"]),
         )
 
     def sync_prev_onload(self) -> None:
@@ -260,9 +260,9 @@ class GroupOffloader(BaseOffloader):
             if parameter.nbytes > available_memory():
                 raise MemoryShortError(
                     f"moe_offload: {name} of a prefetched layer needs "
-                    f"{parameter.nbytes / _GIB:.3f} GiB of host memory and "
-                    f"{available_memory() / _GIB:.3f} GiB are available: free memory, or prefetch "
-                    "fewer layers or parameters (group_size, num_in_group, params)"
+                    f"{amount(parameter.nbytes)} of host memory and "
+                    f"{amount(available_memory())} are available: free memory, or prefetch fewer "
+                    "layers or parameters (group_size, num_in_group, params)"
                 )
             parameter.data = _moved(parameter.data, torch.device("cpu"))
         return layer if chosen else None

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.config import (
     ADDITIONAL_CONFIG_KEY,
     PREFETCH_SETTINGS,
@@ -279,19 +280,7 @@ class OffloadRuntime:
         """
         layers = self._layers()
         if layers:
-            slots = sorted({layer.num_slots for layer in layers.values()})
-            logger.info(
-                "moe_offload: mode=%s, %d layers, %.3f GiB of experts in host memory, "
-                "%s slots a layer, %.3f GiB in slots, policy %s, %d CPU threads (%s)",
-                self._mode,
-                len(layers),
-                sum(layer.host_bytes for layer in layers.values()) / _GIB,
-                "/".join(map(str, slots)),
-                sum(layer.device_bytes for layer in layers.values()) / _GIB,
-                "/".join(sorted({layer.policy or "none" for layer in layers.values()})),
-                self.engine.threads,
-                self.engine.isa,
-            )
+            logger.info("moe_offload: %s", ", ".join(self._summary(list(layers.values()))))
             if (
                 current_platform.is_cuda()
                 and self.config.mode != "stream"
@@ -323,9 +312,11 @@ class OffloadRuntime:
             self.check()
         elif self._modules:
             logger.info(
-                "moe_offload: every expert of %d layers fits on the device, so offload is off "
-                "and vLLM runs as without it",
+                "moe_offload: every expert of %d layers fits on the device, so offload %s",
                 len(self._modules),
+                "is off and vLLM runs as without it"
+                if self.prefetch is None
+                else "of experts is off; prefetching stays on",
             )
             if self.prefetch is None:
                 # vLLM's key of compiled graphs counts this section: the graph is stock vLLM's now.
@@ -341,6 +332,24 @@ class OffloadRuntime:
                     + ": remove the settings, serve a mixture-of-experts model, or prefetch layers "
                     "(group_size)"
                 )
+
+    def _summary(self, layers: list[OffloadedLayer]) -> list[str]:
+        """What is offloaded and through what, in words."""
+        parts = [
+            f"mode={self._mode}",
+            f"{len(layers)} layers",
+            f"{amount(sum(layer.host_bytes for layer in layers))} of experts in host memory",
+        ]
+        if self.config.mode not in SLOTLESS_MODES:
+            slots = sorted({layer.num_slots for layer in layers})
+            parts += [
+                f"{'/'.join(map(str, slots))} slots a layer",
+                f"{amount(self._slot_bytes)} in slots",
+                f"policy {self.config.policy}",
+            ]
+        elif self._buffer_bytes:
+            parts.append(f"{amount(self._buffer_bytes)} in two buffers")
+        return [*parts, f"{self.engine.threads} CPU threads ({self.engine.isa})"]
 
     def _check_streamed(self, name: str) -> None:
         check_layer(
@@ -597,7 +606,7 @@ class OffloadRuntime:
         needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
         )
-        and_buffers = f" and {buffers / _GIB:.2f} GiB in buffers" if buffers else ""
+        and_buffers = f" and {amount(buffers)} in buffers" if buffers else ""
         needs = _needs(
             f"{max(plan.slots)} slots in each of {len(shapes)} layers{and_buffers}", needed, free
         )
@@ -719,8 +728,8 @@ def _buffers_for(modules: list[OffloadedRoutedExperts], counts: list[int]) -> in
 
 def _needs(what: str, needed: int, free: int) -> str:
     return (
-        f"{what} need {needed / _GIB:.2f} GiB of device memory and {free / _GIB:.2f} GiB are left "
-        "for them after the rest of the model"
+        f"{what} need {amount(needed)} of device memory and {amount(free)} are left for them after "
+        "the rest of the model"
     )
 
 

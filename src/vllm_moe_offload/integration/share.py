@@ -25,6 +25,7 @@ from vllm_moe_offload.lanes.meter import LaneMeter
 from vllm_moe_offload.lanes.rates import measure_rates
 from vllm_moe_offload.planning import (
     LaneRates,
+    check_slots,
     correct_rates,
     fetch_limits,
     promotion_limits,
@@ -37,7 +38,9 @@ _MOST_LAYERS = 1024
 
 
 def check_limits(config: OffloadConfig, layer: str, num_experts: int, top_k: int) -> None:
-    """ConfigError where a limit on what is fetched is above what this layer has."""
+    """ConfigError where slots or a limit on what is fetched are above what this layer has."""
+    if isinstance(config.slots_per_layer, int):
+        check_slots(config.slots_per_layer, layer, num_experts)
     for name, what, there in (
         ("cache_topk", f"routes a token to {top_k} experts", top_k),
         ("update_expert_num", f"has {num_experts} experts", num_experts),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from vllm.logger import init_logger
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.device.streams import Stopwatch
 from vllm_moe_offload.errors import UnsupportedError
@@ -125,9 +126,9 @@ class Streaming:
         # Buffers that nothing passes through are memory that slots could have.
         log = logger.info if threshold is not None else logger.warning
         log(
-            "moe_offload: %.3f GiB in two buffers of %d experts (stream_experts); a streamed layer "
+            "moe_offload: %s in two buffers of %d experts (stream_experts); a streamed layer "
             "of %d takes %.2f ms, and steps of %s are streamed (stream_threshold)",
-            self.device_bytes / 2**30,
+            amount(self.device_bytes),
             layer.buffer_experts,
             layer.num_experts,
             1e3 * seconds,

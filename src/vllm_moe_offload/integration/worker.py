@@ -209,7 +209,10 @@ def _end_loading() -> None:
 def _runtime(self: WorkerWrapperBase) -> Any:
     runtime = self.__dict__.get(_RUNTIME)
     if runtime is None:
-        raise RuntimeError("this engine was started without moe_offload settings")
+        raise RuntimeError(
+            "this engine was started without moe_offload settings: give some in additional_config "
+            "under moe_offload"
+        )
     return runtime
 
 

@@ -1,7 +1,7 @@
 """How many slots each layer gets, and what each lane: from shapes, memory and measured rates."""
 
 from vllm_moe_offload.planning.correction import LaneUse, correct_rates
-from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, plan_slots
+from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, check_slots, plan_slots
 from vllm_moe_offload.planning.split import LaneRates, fetch_limits, promotion_limits
 from vllm_moe_offload.planning.stream import plan_with_buffers, stream_experts, stream_threshold
 from vllm_moe_offload.planning.tail import TailRates, experts_for_cpu
@@ -12,6 +12,7 @@ __all__ = [
     "LayerShape",
     "SlotPlan",
     "TailRates",
+    "check_slots",
     "correct_rates",
     "experts_for_cpu",
     "fetch_limits",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.errors import ConfigError, MemoryShortError
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,15 @@ class SlotPlan:
     fits: bool
 
 
+def check_slots(slots_per_layer: int, layer: str, num_experts: int) -> None:
+    """ConfigError where these are more slots than the layer has experts."""
+    if slots_per_layer > num_experts:
+        raise ConfigError(
+            f"slots_per_layer={slots_per_layer}, but {layer} has {num_experts} experts: give at "
+            f"most {num_experts}"
+        )
+
+
 def plan_slots(
     layers: Sequence[LayerShape],
     *,
@@ -43,11 +51,7 @@ def plan_slots(
         raise ValueError("give slots_per_layer or budget_bytes, one of them")
     if slots_per_layer is not None:
         for layer in layers:
-            if slots_per_layer > layer.num_experts:
-                raise ConfigError(
-                    f"slots_per_layer={slots_per_layer}, but {layer.name} has "
-                    f"{layer.num_experts} experts: give at most {layer.num_experts}"
-                )
+            check_slots(slots_per_layer, layer.name, layer.num_experts)
         slots = [slots_per_layer for _ in layers]
     else:
         assert budget_bytes is not None
@@ -60,8 +64,8 @@ def _fill(layers: Sequence[LayerShape], budget_bytes: int) -> list[int]:
     one_each = sum(layer.expert_bytes for layer in layers)
     if budget_bytes < one_each:
         raise MemoryShortError(
-            f"{budget_bytes / _GIB:.4f} GiB for slots do not hold one expert for each of "
-            f"{len(layers)} layers, which needs {one_each / _GIB:.4f} GiB: give more with "
+            f"{amount(budget_bytes)} for slots do not hold one expert for each of "
+            f"{len(layers)} layers, which needs {amount(one_each)}: give more with "
             "gpu_memory_gib, or use mode='cpu', which needs no slots"
         )
     slots = [0 for _ in layers]

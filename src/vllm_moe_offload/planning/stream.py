@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, plan_slots
 
-_GIB = 2**30
 # Of memory that is to be divided, buffers nobody asked for by name take one part in so many at
 # most: what they speed up is prefill, and every slot less slows down every step of decoding.
 _SHARE = 2
@@ -74,8 +74,8 @@ def plan_with_buffers(
         fits = fits and (is_wanted or buffer_bytes * _SHARE <= budget_bytes)
     if not fits and is_wanted:
         raise MemoryShortError(
-            f"two buffers for streamed layers need {buffer_bytes / _GIB:.4f} GiB beside the slots, "
-            f"and there are {budget_bytes / _GIB:.4f} GiB for both: give more memory or fewer "
+            f"two buffers for streamed layers need {amount(buffer_bytes)} beside the slots, "
+            f"and there are {amount(budget_bytes)} for both: give more memory or fewer "
             "slots, smaller buffers (stream_experts), or leave stream_threshold out"
         )
     if not fits:

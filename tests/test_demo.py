@@ -1,0 +1,52 @@
+"""What `moe-offload demo` shows where it does not run, and of a run without slots."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from vllm_moe_offload import demo
+from vllm_moe_offload.cli import app
+
+
+def test_an_error_of_ours_is_shown_by_its_message_alone() -> None:
+    pytest.importorskip("vllm")
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        pytest.skip("a GPU has a bus")
+    result = CliRunner().invoke(app, ["demo", "--mode", "hybrid"])
+    assert result.exit_code == 2
+    _, error = " ".join(result.output.split()).split("error: ")
+    assert error.startswith("moe_offload: mode='hybrid': vLLM's CPU build has no bus"), error
+    assert error.endswith("or use mode='cache' or mode='cpu' there"), error
+
+
+def table(**stats: Any) -> str:
+    layer = {"slots": 0, "experts": 16, "buffer_experts": 0}
+    given = {name: stats.pop(name) for name in layer if name in stats}
+    counted = dict.fromkeys(("hits", "misses", "bytes_fetched", "bytes_streamed"), 0)
+    bytes_ = dict.fromkeys(("device_bytes", "buffer_bytes", "host_bytes"), 0)
+    done = {"layers": {"a": layer | given}, **counted, **bytes_, **stats}
+    console = Console(file=io.StringIO(), width=100)
+    runs = [demo.Result([[1, 2]], 1.0, 1.0, stats) for stats in (done, None)]
+    console.print(demo._table(*runs))
+    return console.file.getvalue()
+
+
+def test_the_table_names_slots_or_buffers() -> None:
+    cached = table(slots=4, hits=3, misses=1, device_bytes=4 << 20, host_bytes=16 << 20)
+    for row in ("experts on the device, a layer", "4 of 16", "3 (75%)", "misses", "4.0 MiB"):
+        assert row in cached
+    assert "buffers" not in cached
+    streamed = table(buffer_experts=16, buffer_bytes=32 << 20, host_bytes=1 << 30)
+    for row in ("experts in each of two buffers", "16 of 16", "32.0 MiB", "1.00 GiB"):
+        assert row in streamed
+    computed = table(host_bytes=16 << 20)
+    assert "buffers" not in computed
+    for text in (streamed, computed):
+        assert not [word for word in ("hits", "misses", "a layer") if word in text]
