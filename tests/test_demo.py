@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 from vllm_moe_offload import demo
 from vllm_moe_offload.cli import app
 
+MODEL = Path(__file__).parents[1] / demo.MODEL
+
 
 def test_an_error_of_ours_is_shown_by_its_message_alone() -> None:
     pytest.importorskip("vllm")
@@ -19,7 +22,7 @@ def test_an_error_of_ours_is_shown_by_its_message_alone() -> None:
 
     if not current_platform.is_cpu():
         pytest.skip("a GPU has a bus")
-    result = CliRunner().invoke(app, ["demo", "--mode", "hybrid"])
+    result = CliRunner().invoke(app, ["demo", "--mode", "hybrid", "--model", str(MODEL)])
     assert result.exit_code == 2
     _, error = " ".join(result.output.split()).split("error: ")
     assert error.startswith("moe_offload: mode='hybrid': vLLM's CPU build has no bus"), error
