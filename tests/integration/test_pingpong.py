@@ -145,7 +145,7 @@ def test_buffers_that_do_not_fit_stop_the_start(
     monkeypatch.setattr(HostDevice, "free_memory", lambda self: 2 * LAYER_BYTES - 1)
     with (
         pytest.raises(
-            MemoryShortError, match=r"two buffers, each for the largest layer, need 0.00"
+            MemoryShortError, match=r"two buffers, each for the largest layer, need 0\.8 MiB"
         ),
         engine(model, **moe_offload_args(mode="stream")),
     ):
