@@ -17,6 +17,8 @@ import pytest
 checkpoints = pytest.importorskip("tests.e2e.checkpoints", reason="needs transformers")
 pytest.importorskip("vllm")
 
+from vllm import LLM  # noqa: E402
+
 from tests.e2e.engines import (  # noqa: E402
     Prompts,
     engine,
@@ -75,6 +77,7 @@ def capacities(num_experts: int) -> list[int]:
 
 
 def test_float32_gives_identical_tokens_with_any_number_of_slots(model: Model) -> None:
+    """And not with a planted fault; in one engine, whose start takes most of the time."""
     with engine(model.path, **moe_offload_args(slots_per_layer=1)) as ours:
         for slots in capacities(model.num_experts):
             resize(ours, slots)
@@ -85,6 +88,11 @@ def test_float32_gives_identical_tokens_with_any_number_of_slots(model: Model) -
             assert done["bytes_fetched"] == sum(
                 layer["misses"] * layer["expert_bytes"] for layer in done["layers"].values()
             )
+        for name, plant in FAULTS.items():
+            with pytest.MonkeyPatch.context() as patch:
+                plant(patch, HostSlotCache)
+                resize(ours, model.num_experts // 4)
+                assert greedy(ours, model.prompts) != model.tokens, name
 
 
 def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
@@ -109,29 +117,6 @@ def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
         assert (missed > 0) == (threshold > 0)
 
 
-def test_float32_gives_identical_tokens_with_some_experts_on_the_cpu(model: Model) -> None:
-    """Of streamed steps, as on a GPU: about half of those that are not copied ahead."""
-    with engine(model.path, **moe_offload_args(slots_per_layer=1, stream_threshold=0)) as ours:
-        (runtime,) = ours.collective_rpc(lambda worker: worker._moe_offload_runtime)
-        runtime._streaming._streamer.tail = CpuTail(TailRates(copy=1.0, cpu=0.5, cpu_row=0.01))
-        assert greedy(ours, model.prompts) == model.tokens
-        done = stats(ours)
-        assert all(layer["cpu_experts"] > 0 for layer in done["layers"].values())
-        assert done["bytes_streamed"] > 0
-        (thread,) = runtime._streaming._streamer.tail._thread._threads
-        assert thread.is_alive()
-    assert not thread.is_alive(), "it ends with the engine"
-
-
-def test_float32_gives_identical_tokens_by_ping_pong(model: Model) -> None:
-    with engine(model.path, **moe_offload_args(mode="stream")) as ours:
-        ours.collective_rpc("moe_offload_reset_stats")
-        assert greedy(ours, model.prompts) == model.tokens
-        for layer in stats(ours)["layers"].values():
-            assert layer["streamed"] == layer["steps"] > 0
-            assert layer["bytes_streamed"] == layer["steps"] * layer["host_bytes"]
-
-
 def flip(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
     """In place of `CopyStream.copy`: every expert becomes another."""
     copy(self, [(to, source.flip(0)) for to, source in pairs], **marks)
@@ -145,16 +130,37 @@ def drop(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
 copy = CopyStream.copy
 
 
-@pytest.mark.parametrize(
-    "settings", [{"slots_per_layer": 1, "stream_threshold": 0}, {"mode": "stream"}]
-)
-def test_float32_check_catches_a_fault_in_the_buffers(
-    settings: dict[str, Any], model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with engine(model.path, **moe_offload_args(**settings)) as ours:
-        for fault in (flip, drop):
-            monkeypatch.setattr(CopyStream, "copy", fault)
+def check_faults_in_the_buffers(ours: LLM, model: Model) -> None:
+    """The last that is done with an engine: they stay in slots."""
+    for fault in (flip, drop):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CopyStream, "copy", fault)
             assert greedy(ours, model.prompts) != model.tokens, fault.__doc__
+
+
+def test_float32_gives_identical_tokens_with_some_experts_on_the_cpu(model: Model) -> None:
+    """Of streamed steps, as on a GPU: about half of those that are not copied ahead."""
+    with engine(model.path, **moe_offload_args(slots_per_layer=1, stream_threshold=0)) as ours:
+        (runtime,) = ours.collective_rpc(lambda worker: worker._moe_offload_runtime)
+        runtime._streaming._streamer.tail = CpuTail(TailRates(copy=1.0, cpu=0.5, cpu_row=0.01))
+        assert greedy(ours, model.prompts) == model.tokens
+        done = stats(ours)
+        assert all(layer["cpu_experts"] > 0 for layer in done["layers"].values())
+        assert done["bytes_streamed"] > 0
+        (thread,) = runtime._streaming._streamer.tail._thread._threads
+        assert thread.is_alive()
+        check_faults_in_the_buffers(ours, model)
+    assert not thread.is_alive(), "it ends with the engine"
+
+
+def test_float32_gives_identical_tokens_by_ping_pong(model: Model) -> None:
+    with engine(model.path, **moe_offload_args(mode="stream")) as ours:
+        ours.collective_rpc("moe_offload_reset_stats")
+        assert greedy(ours, model.prompts) == model.tokens
+        for layer in stats(ours)["layers"].values():
+            assert layer["streamed"] == layer["steps"] > 0
+            assert layer["bytes_streamed"] == layer["steps"] * layer["host_bytes"]
+        check_faults_in_the_buffers(ours, model)
 
 
 def test_bf16_by_ping_pong_is_no_further_from_float32_than_stock_is(
@@ -197,12 +203,3 @@ def test_bf16_is_no_further_from_float32_than_stock_is(model: Model) -> None:
                 errors(got, model.reference),
                 errors(model.stock_bf16, model.reference),
             )
-
-
-def test_float32_check_catches_every_planted_fault(model: Model) -> None:
-    with engine(model.path, **moe_offload_args(slots_per_layer=1)) as ours:
-        for name, plant in FAULTS.items():
-            with pytest.MonkeyPatch.context() as patch:
-                plant(patch, HostSlotCache)
-                resize(ours, model.num_experts // 4)
-                assert greedy(ours, model.prompts) != model.tokens, name
