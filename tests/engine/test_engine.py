@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.engine import oracle
+from tests.engine.interpreters import printed_by
 from tests.engine.shards import make_spec, random_batch, random_shard
 from vllm_moe_offload.engine import ISA_VARIABLE, CpuExpertEngine, ExpertPlan
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
@@ -194,10 +195,7 @@ for attempt in range(20):
 
 
 def test_closing_does_not_disturb_running_calls() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", _CLOSE_DURING_RUNS], capture_output=True, text=True, timeout=120
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+    printed_by(_CLOSE_DURING_RUNS, seconds=120)
 
 
 def _run_in_child(plan: ExpertPlan, connection: multiprocessing.connection.Connection) -> None:
@@ -242,10 +240,7 @@ def test_interpreter_exits_with_an_engine_alive() -> None:
         "shard = {p.name: torch.zeros(1, *p.shape) for p in spec.layout.tensors}\n"
         "plan = engine.plan(spec, shard, max_tokens=1, top_k=1)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-    )
-    assert (result.returncode, result.stderr) == (0, "")
+    printed_by(code)
 
 
 class TestRefusals:
