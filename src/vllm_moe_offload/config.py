@@ -171,8 +171,11 @@ class OffloadConfig(BaseModel):
         if info.context == _ONE_OF_TWO_SOURCES:
             return self
         for name in (
-            *("slots_per_layer", "cache_topk", "update_expert_num"),
-            *("stream_experts", "cpu_threads"),
+            "slots_per_layer",
+            "cache_topk",
+            "update_expert_num",
+            "stream_experts",
+            "cpu_threads",
         ):
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:

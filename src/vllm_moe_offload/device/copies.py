@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from vllm_moe_offload.device.streams import Stopwatch
@@ -76,6 +78,12 @@ class CopyStream:
         """
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def sendable(numbers: npt.NDArray[np.int32], to: torch.Tensor) -> torch.Tensor:
+    """These numbers where they are copied to `to` from without the host's waiting."""
+    source = torch.from_numpy(numbers)
+    return source.pin_memory() if to.is_cuda else source
 
 
 def copy(pairs: Pairs) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_moe_offload.device.copies import sendable
 from vllm_moe_offload.routing import POLICIES, LanePlan, Residency, SlotTable, Wave
 
 MAX_EXPERTS = 512
@@ -180,11 +181,9 @@ class DeviceStep:
                 raise ValueError(
                     f"limits {table.shape}: give one for 0 to {self.num_experts} misses"
                 )
-        tables = torch.from_numpy(np.stack([limits, promotions]).astype(np.int32))
-        if self.limits.is_cuda:
-            # The copy is ordered on the current stream, for which nobody waits.
-            tables = tables.pin_memory()
-        self.limits.copy_(tables, non_blocking=True)
+        tables = np.stack([limits, promotions]).astype(np.int32)
+        # Ordered on the current stream, for which nobody waits.
+        self.limits.copy_(sendable(tables, self.limits), non_blocking=True)
 
     def reset(self) -> None:
         """Forget what is in the slots, what the policy has seen, and the counters."""

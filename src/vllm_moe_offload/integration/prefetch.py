@@ -32,7 +32,6 @@ from vllm_moe_offload.stream import BufferPool, LayerPrefetcher, PoolPlan, Tenso
 from vllm_moe_offload.stream.memory import aligned
 
 logger = init_logger(f"vllm.{__name__}")
-# Methods of a worker that write into the parameters of a model.
 
 
 @dataclass(frozen=True)

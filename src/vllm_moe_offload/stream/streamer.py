@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_moe_offload.device.copies import CopyStream, Mark, Pairs, copy
+from vllm_moe_offload.device.copies import CopyStream, Mark, Pairs, copy, sendable
 from vllm_moe_offload.device.streams import Stopwatch
 from vllm_moe_offload.stream.layer import (
     InBuffer,
@@ -232,12 +232,14 @@ class LayerStreamer:
         for number, wave in enumerate(waves):
             buffer, maps = layer.buffers[turn], []
             if not layer.is_whole:
-                maps.append(_sent(buffer.expert_map, wave.expert_map(layer.num_experts)))
+                entries = wave.expert_map(layer.num_experts)
+                maps.append((buffer.expert_map, sendable(entries, buffer.expert_map)))
             if number == 0:
                 wave = wave.behind(ahead)
                 if len(on_cpu):
                     others = np.setdiff1d(np.arange(layer.num_experts), on_cpu)
-                    maps.append(_sent(buffer.at_hand, _map_of(others, layer.num_experts)))
+                    entries = _map_of(others, layer.num_experts)
+                    maps.append((buffer.at_hand, sendable(entries, buffer.at_hand)))
             self._copy(layer, turn, wave, maps)
             turn = 1 - turn
             yield
@@ -368,9 +370,3 @@ def _in_buffer(tensors: Tensors, lane: Lane, num_experts: int) -> InBuffer:
 def _map_of(experts: Experts, num_experts: int) -> npt.NDArray[np.int32]:
     """Int32 [E + 1]: expert -> expert for these, else -1."""
     return Wave(experts, experts).expert_map(num_experts)
-
-
-def _sent(to: torch.Tensor, entries: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What to copy there, in memory that the copy engine reads without the host's waiting."""
-    source = torch.from_numpy(entries)
-    return to, source.pin_memory() if to.is_cuda else source
