@@ -105,7 +105,8 @@ class Child:
         except _Loaded:
             return
         self._single("start_s", "s", time.perf_counter() - began)
-        sys.stdin.readline()  # its turn
+        if not sys.stdin.readline():  # its turn
+            return  # the runner has ended
         for cell in self.order["cells"]:
             if cell.get("routing") not in (None, "model"):
                 llm.collective_rpc("moe_offload_routing", args=(cell["routing"],))

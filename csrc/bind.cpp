@@ -6,6 +6,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
+#include <future>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -93,29 +95,51 @@ std::shared_ptr<moe::Plan> make_plan(std::shared_ptr<moe::Engine> engine, const 
   return std::make_shared<moe::Plan>(std::move(engine), layer, max_tokens, top_k);
 }
 
-void run(const moe::Plan& plan, Address x, Address ids, Address weights, int64_t tokens,
-         int64_t top_k, Address map, int64_t map_size, Address out, bool out_bf16, bool accumulate,
-         int64_t inner_begin, int64_t inner_end) {
-  if (tokens < 0 || top_k < 1) {
-    throw std::invalid_argument("a run needs tokens >= 0 and top_k >= 1");
+struct Call {
+  moe::Job job;
+  moe::Routing routing;
+};
+
+Call make_call(const moe::Plan& plan, Address x, Address ids, Address weights, int64_t tokens,
+               int64_t top_k, Address map, int64_t map_size, Address out, bool out_bf16,
+               bool accumulate, int64_t inner_begin, int64_t inner_end) {
+  if (tokens < 1 || top_k < 1) {
+    throw std::invalid_argument("a call needs tokens >= 1 and top_k >= 1");
   }
   if (inner_begin < 0 || inner_begin >= inner_end || inner_end > plan.layer().intermediate) {
     throw std::invalid_argument("the part of the intermediate dimension is empty or out of range");
   }
-  if (tokens == 0) return;
-  plan.run({.x = pointer<const void>(x),
-            .out = pointer<void>(out),
-            .out_bf16 = out_bf16,
-            .accumulate = accumulate,
-            .inner_begin = inner_begin,
-            .inner_end = inner_end},
-           {.ids = pointer<const int32_t>(ids),
-            .weights = pointer<const float>(weights),
-            .tokens = tokens,
-            .top_k = top_k,
-            .map = pointer<const int32_t>(map),
-            .map_size = map_size});
+  return {.job = {.x = pointer<const void>(x),
+                  .out = pointer<void>(out),
+                  .out_bf16 = out_bf16,
+                  .accumulate = accumulate,
+                  .inner_begin = inner_begin,
+                  .inner_end = inner_end},
+          .routing = {.ids = pointer<const int32_t>(ids),
+                      .weights = pointer<const float>(weights),
+                      .tokens = tokens,
+                      .top_k = top_k,
+                      .map = pointer<const int32_t>(map),
+                      .map_size = map_size}};
 }
+
+// A call that goes on in a thread of its own, which never needs the GIL. Its end is waited for by
+// whoever lets go of it last.
+class Running {
+ public:
+  Running(std::shared_ptr<const moe::Plan> plan, const Call& call)
+      : seconds_(std::async(std::launch::async, [plan = std::move(plan), call] {
+          const auto began = std::chrono::steady_clock::now();
+          plan->run(call.job, call.routing);
+          return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+        })) {}
+
+  // The seconds it took. Throws what the call has thrown; may be asked again.
+  double wait() const { return seconds_.get(); }
+
+ private:
+  std::shared_future<double> seconds_;
+};
 
 std::shared_ptr<moe::Doorbell> make_doorbell(std::shared_ptr<moe::Engine> engine, Address board,
                                              int64_t mailboxes, double timeout, double idle) {
@@ -198,9 +222,22 @@ NB_MODULE(_engine, m) {
            "hidden"_a, "intermediate"_a, "format"_a, "dtype"_a, "activation"_a, "gated"_a,
            "interleaved"_a, "alpha"_a, "beta"_a, "limit"_a, "router_weight_on_input"_a,
            "max_tokens"_a, "top_k"_a)
-      .def("run", &run, "x"_a, "ids"_a, "weights"_a, "tokens"_a, "top_k"_a, "map"_a, "map_size"_a,
-           "out"_a, "out_bf16"_a, "accumulate"_a, "inner_begin"_a, "inner_end"_a,
-           nb::call_guard<nb::gil_scoped_release>());
+      .def(
+          "run", [](const moe::Plan& plan, const Call& call) { plan.run(call.job, call.routing); },
+          "call"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "start",
+          [](std::shared_ptr<moe::Plan> plan, const Call& call) {
+            return std::make_shared<Running>(std::move(plan), call);
+          },
+          "call"_a);
+
+  nb::class_<Call>(m, "Call").def(nb::new_(&make_call), "plan"_a, "x"_a, "ids"_a, "weights"_a,
+                                  "tokens"_a, "top_k"_a, "map"_a, "map_size"_a, "out"_a,
+                                  "out_bf16"_a, "accumulate"_a, "inner_begin"_a, "inner_end"_a);
+
+  nb::class_<Running>(m, "Running")
+      .def("wait", &Running::wait, nb::call_guard<nb::gil_scoped_release>());
 
   m.attr("MOST_PLAN_TOKENS") = moe::kMostPlanTokens;
   m.attr("MOST_TOP_K") = moe::kMostTopK;

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.device.kernels import DEVICE, INTERPRETED, marked, run_interpreted
+from tests.device.kernels import DEVICE, INTERPRETED, marked, on_host, run_interpreted
 from vllm_moe_offload import MemoryShortError, copy_all_experts_to_gpu, create_cpu_mapped_tensor
+from vllm_moe_offload.device.mapped import add_mapped
 from vllm_moe_offload.host import pages
 from vllm_moe_offload.host import store as store_module
 
@@ -114,6 +115,17 @@ def test_its_memory_is_given_back_with_its_last_view() -> None:
     del view
     gc.collect()
     assert resident() - before < 1 << 25
+
+
+@marked
+@pytest.mark.parametrize("shape", [(0, 3), (1,), (37, 129), (2, 4096)], ids=str)
+def test_a_sum_is_added_where_it_lies(shape: tuple[int, ...]) -> None:
+    addend = on_host(torch.randn(shape))
+    around = torch.randn(GUARD + addend.numel() + GUARD, device=DEVICE)
+    before = around.clone()
+    add_mapped(around[GUARD : GUARD + addend.numel()].view(shape), addend)
+    before[GUARD : GUARD + addend.numel()] += addend.to(DEVICE).view(-1)
+    assert torch.equal(around, before)
 
 
 def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

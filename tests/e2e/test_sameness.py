@@ -147,10 +147,7 @@ def test_float32_gives_identical_tokens_with_some_experts_on_the_cpu(model: Mode
         done = stats(ours)
         assert all(layer["cpu_experts"] > 0 for layer in done["layers"].values())
         assert done["bytes_streamed"] > 0
-        (thread,) = runtime._streaming._streamer.tail._thread._threads
-        assert thread.is_alive()
         check_faults_in_the_buffers(ours, model)
-    assert not thread.is_alive(), "it ends with the engine"
 
 
 def test_float32_gives_identical_tokens_by_ping_pong(model: Model) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import multiprocessing
 import os
 import re
@@ -132,6 +134,56 @@ def test_python_threads_take_turns(engine: CpuExpertEngine, generator: torch.Gen
         thread.join()
     assert len(errors) == 300
     assert max(errors) < 1e-5
+
+
+def test_a_started_run_computes_while_python_is_busy(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    spec = make_spec(256, 256, Format.FP32)
+    shard = random_shard(spec, 4, generator)
+    plan = engine.plan(spec, shard, max_tokens=64, top_k=2)
+    x, ids, weights = random_batch(spec, 64, 2, (-1, 4), generator)
+    expert_map = torch.tensor([2, -1, 0, 1, -1], dtype=torch.int32)
+    ids[ids < 0] = 4
+    expected, out = torch.empty(x.shape), torch.full(x.shape, torch.inf)
+    plan.run(x, ids, weights, expected, expert_map=expert_map)
+    last = ctypes.c_float.from_address(out[-1:, -1:].data_ptr())
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e3)
+    try:
+        run, until = plan.start(x, ids, weights, out, expert_map=expert_map), time.monotonic() + 20
+        while last.value == math.inf and time.monotonic() < until:  # never without the GIL
+            pass
+        assert last.value != math.inf
+    finally:
+        sys.setswitchinterval(interval)
+    assert 0 < run.wait() < 20
+    assert run.wait() > 0, "may be asked again"
+    assert torch.equal(out, expected)
+
+
+def test_what_a_started_run_raises_is_raised_where_it_is_waited_for(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    plan = small_plan(engine, generator)
+    x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+    with pytest.raises(ValueError, match="out"):
+        plan.start(x, ids, weights, torch.empty(1, 1))
+    run = plan.start(x, ids + 1000, weights, torch.empty(x.shape))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="topk_ids|100"):
+            run.wait()
+    assert plan.start(x[:0], ids[:0], weights[:0], torch.empty(0, x.shape[1])).wait() == 0.0
+
+
+def test_a_started_run_that_is_let_go_of_has_ended(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    plan = small_plan(engine, generator)
+    x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+    out = torch.full(x.shape, torch.inf)
+    del (run := [plan.start(x, ids, weights, out)])[0]
+    assert not run and out.isfinite().all()
 
 
 def test_closed_engine_says_so(generator: torch.Generator) -> None:

@@ -145,7 +145,6 @@ def test_experts_of_the_cpu_are_not_kept(engine: CpuExpertEngine, buffer_experts
         model.step([1, 5, 7], 2)
     assert model.layer.counters.cpu_experts > 0
     assert model.layer.counters.kept > 0
-    model.streamer.close()
 
 
 @sizes

@@ -210,19 +210,21 @@ class HostLane:
     def __init__(self, host: Mapping[str, torch.Tensor]) -> None:
         self._host = host
 
-    def compute(
+    def begin(
         self,
         x: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor,
         out: torch.Tensor,
-        accumulate: bool,
-    ) -> None:
-        assert not accumulate
+    ) -> HostLane:
         rows = expert_map[topk_ids.long()].long()
         here = (rows >= 0).float() * topk_weights
         out.copy_((here[:, :, None] * self._host["v"][rows.clamp_min(0)] * x[:, None]).sum(1))
+        return self
+
+    def wait(self) -> float:
+        return 0.0
 
 
 class LateTail(CpuTail):

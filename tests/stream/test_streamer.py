@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from tests.stream.machine import DELAYS, HostLane, LateLane, LateStreamer, LateTail, Machine
 from vllm_moe_offload.experts import ExpertLayout, TensorSpec
 from vllm_moe_offload.planning import TailRates
-from vllm_moe_offload.stream import BufferMemory, InSlots, Keep, StreamedLayer, buffer_bytes
+from vllm_moe_offload.stream import (
+    BufferMemory,
+    CpuTail,
+    InSlots,
+    Keep,
+    StreamedLayer,
+    buffer_bytes,
+)
 from vllm_moe_offload.stream.tail import OnHost
 
 CPU = torch.device("cpu")
@@ -197,7 +204,6 @@ def test_some_experts_on_the_cpu(
     for _ in range(3):
         model.streamer.begin()
         model.run(range(5))
-    model.streamer.close()
     assert model.computed or cpu + row > 0.3
     assert model.kept
 
@@ -211,7 +217,36 @@ def test_what_has_come_before_the_routing_is_known_leaves_more_to_the_bus() -> N
         copied, computed = tail.choose(step, pending, 27, 9, seconds)
         assert sorted([*copied, *computed]) == pending.tolist()
         assert len(computed) == on_cpu
-    tail.close()
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> None:
+    """Ten times: half of the experts are its own until that has shown."""
+
+    class Slow:
+        def begin(self, *given: Any) -> Any:
+            expert_map, out = given[3:]
+            out.zero_()
+            self.seconds = 0.002 * int((expert_map >= 0).sum())
+            return self
+
+        def wait(self) -> float:
+            return self.seconds
+
+    tail = CpuTail(TailRates(copy=2e-4, cpu=2e-4, cpu_row=0.0), corrects)
+    ids = torch.arange(20, dtype=torch.int32)[:, None]
+    shares = []
+    for _ in range(12):
+        step = tail.read(torch.zeros(20, 4), torch.ones(20, 1), ids)
+        _, on_cpu = tail.choose(step, np.arange(20), 20, 0, 0.0)
+        shares.append(len(on_cpu))
+        expert_map = np.full(21, -1, np.int32)
+        expert_map[on_cpu] = on_cpu
+        tail.start(Slow(), step, expert_map)
+        tail.add(torch.zeros(20, 4))
+    assert shares[0] == 10
+    # It is believed to be four times slower at most.
+    assert shares[-1] == (4 if corrects else 10)
 
 
 @pytest.mark.parametrize("delay", DELAYS)
@@ -233,7 +268,6 @@ def test_it_is_told_how_long_copies_ahead_have_been_under_way(delay: str) -> Non
         model.run(range(4))
         # Items of the machine are its seconds.
         assert all(0 <= seconds <= model.machine.done - before for _, seconds in told)
-    model.streamer.close()
     assert all(seconds == 0 for ahead, seconds in told if ahead == 0)
     assert any(seconds > 0 for _, seconds in told)
 
@@ -273,7 +307,7 @@ def test_the_copies_of_the_next_layer_are_under_way_before_a_layer_is_computed()
 def test_the_copies_of_the_next_wave_are_under_way_before_a_wave_is_computed() -> None:
     model = Model(Machine("copying"), [(6, 1), (9, 5), (4, 0)], buffer_experts=3)
     model.streamer.begin()
-    assert model.streamer.copies.copied == 3
+    assert model.streamer.copies.copied == 3 + 2, "both buffers"
     sent = copied_when_computed(model)
     model.run(range(3))
     waves = [3, 2, 3, 1, 3, 1]

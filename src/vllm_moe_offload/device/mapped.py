@@ -13,6 +13,9 @@ from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.experts.layout import TensorSpec
 from vllm_moe_offload.host import HostStore
 
+# Numbers of a program of the sum.
+_BLOCK = 4096
+
 
 def create_cpu_mapped_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros on the CPU whose memory is page-locked and mapped for the GPU.
@@ -71,3 +74,22 @@ def copy_all_experts_to_gpu(src: torch.Tensor, dst: torch.Tensor) -> None:
     count = torch.full((), len(src), dtype=torch.int32, device=dst.device)
     fetch = ExpertFetch({"experts": src}, {"experts": dst})
     fetch.launch(torch.stack([number, number], 1), count)
+
+
+def add_mapped(total: torch.Tensor, addend: torch.Tensor) -> None:
+    """`total` += `addend`, on the current stream, which reads `addend` where it lies.
+
+    Not by a copy: that would come behind all that the copy engine has been given. `addend` has to
+    be left as it is until the stream has come by. Without a GPU it is an ordinary sum.
+
+    total: contiguous float32 of any shape; addend: the same in host memory, page-locked where
+    `total` is on the GPU.
+    """
+    if not total.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        total.add_(addend)
+        return
+    from vllm_moe_offload.device.mapped_kernel import add_kernel
+
+    numbers = total.numel()
+    if numbers:
+        add_kernel[(-(-numbers // _BLOCK),)](total, addend, numbers, BLOCK=_BLOCK)

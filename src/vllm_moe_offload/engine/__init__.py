@@ -10,7 +10,7 @@ from vllm_moe_offload.engine.doorbell import (
     MailboxStats,
 )
 from vllm_moe_offload.engine.engine import ISA_VARIABLE, CpuExpertEngine
-from vllm_moe_offload.engine.plan import ExpertPlan
+from vllm_moe_offload.engine.plan import ExpertPlan, ExpertRun
 
 __all__ = [
     "ASKED",
@@ -21,6 +21,7 @@ __all__ = [
     "CpuExpertEngine",
     "Doorbell",
     "ExpertPlan",
+    "ExpertRun",
     "Mailbox",
     "MailboxStats",
 ]

@@ -56,8 +56,13 @@ class Plan:
         max_tokens: int,
         top_k: int,
     ) -> None: ...
-    def run(
+    def run(self, call: Call) -> None: ...
+    def start(self, call: Call) -> Running: ...
+
+class Call:
+    def __init__(
         self,
+        plan: Plan,
         x: int,
         ids: int,
         weights: int,
@@ -71,6 +76,9 @@ class Plan:
         inner_begin: int,
         inner_end: int,
     ) -> None: ...
+
+class Running:
+    def wait(self) -> float: ...
 
 MOST_PLAN_TOKENS: int
 MOST_TOP_K: int

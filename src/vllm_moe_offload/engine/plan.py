@@ -97,6 +97,46 @@ class ExpertPlan:
         """
         # Held until the call returns: another thread may close the plan meanwhile.
         held = self.open()
+        given = x, topk_ids, topk_weights, out, expert_map
+        call = self._call(held[0], *given, accumulate, intermediate)
+        if call is not None:
+            held[0].run(call)
+
+    def start(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        expert_map: torch.Tensor | None = None,
+    ) -> ExpertRun:
+        """`run` in a thread that never waits for Python's: returns when it is under way.
+
+        The tensors are to be left alone until `ExpertRun.wait` returns.
+
+        Raises:
+            ValueError: A tensor is not as `run` describes. What numbers are out of range raises
+                from `ExpertRun.wait`.
+            RuntimeError: As `run`.
+        """
+        held = self.open()
+        given = x, topk_ids, topk_weights, out, expert_map
+        call = self._call(held[0], *given, False, None)
+        return ExpertRun(None if call is None else held[0].start(call), (held, given))
+
+    def _call(
+        self,
+        plan: _engine.Plan,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor,
+        expert_map: torch.Tensor | None,
+        accumulate: bool,
+        intermediate: tuple[int, int] | None,
+    ) -> _engine.Call | None:
+        """Checked, for the compiled plan; None where there is nothing to compute, which is done."""
         tokens, top_k = batch_size(x, topk_ids)
         check_tensor("x", x, (tokens, self._spec.hidden), self._dtype)
         check_tensor("topk_ids", topk_ids, (tokens, top_k), torch.int32)
@@ -111,8 +151,9 @@ class ExpertPlan:
         if tokens == 0 or top_k == 0:
             if not accumulate:
                 out.zero_()
-            return
-        held[0].run(
+            return None
+        return _engine.Call(
+            plan,
             x.data_ptr(),
             topk_ids.data_ptr(),
             topk_weights.data_ptr(),
@@ -157,6 +198,21 @@ class ExpertPlan:
         A `run` of another thread that has begun ends as ever, and keeps both until then.
         """
         self._native = None
+
+
+class ExpertRun:
+    """A computation that goes on by itself; made by `ExpertPlan.start`.
+
+    Whoever lets go of it waits for its end.
+    """
+
+    def __init__(self, running: _engine.Running | None, used: object) -> None:
+        self._running = running
+        self._used = used
+
+    def wait(self) -> float:
+        """Return when it is done: the seconds it took. Raises as `ExpertPlan.run`."""
+        return 0.0 if self._running is None else self._running.wait()
 
 
 def batch_size(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[int, int]:

@@ -400,8 +400,6 @@ class OffloadRuntime:
             self._reporter.close()
         if self._share is not None:
             self._share.close()
-        if self._streaming is not None:
-            self._streaming.close()
 
     def warmed_up(self) -> None:
         """After the worker's own steps, which are checked and not counted; what follows is."""
@@ -617,6 +615,7 @@ class OffloadRuntime:
                 threshold if isinstance(threshold, int) else None,
                 buffers,
                 torch.device(current_platform.device_type),
+                corrects=self.config.correct_rates == "auto",
             )
         return plan, needs
 

@@ -35,13 +35,20 @@ class Streaming:
     """The streamer and its two buffers, of `nbytes` together.
 
     `threshold`: as set, or None for the one that is measured. `most_captured`: rows of the largest
-    streamed step that a graph may replay, which makes its own first copies.
+    streamed step that a graph may replay, which makes its own first copies. `corrects`: whether the
+    CPU's rate follows what it takes while serving.
     """
 
     def __init__(
-        self, threshold: int | None, nbytes: int, device: torch.device, most_captured: int = 0
+        self,
+        threshold: int | None,
+        nbytes: int,
+        device: torch.device,
+        most_captured: int = 0,
+        corrects: bool = False,
     ) -> None:
         self._threshold = threshold
+        self._corrects = corrects
         self._device = device
         self._most_captured = most_captured
         self._memory = tuple(BufferMemory(nbytes // 2, device) for _ in range(2))
@@ -77,10 +84,6 @@ class Streaming:
             return
         layer.stream_through(self._streamer, buffers)
 
-    def close(self) -> None:
-        """No step comes any more. May be called twice."""
-        self._streamer.close()
-
     def settle(
         self,
         layers: Mapping[str, OffloadedLayer],
@@ -108,7 +111,7 @@ class Streaming:
         seconds = self._seconds(layer, tried, 0)
         if rates is not None:
             tail = self._tail_rates(cpu[name], step(name, 1), seconds / layer.num_experts, rates)
-            self._streamer.tail = CpuTail(tail)
+            self._streamer.tail = CpuTail(tail, self._corrects)
             for other in both:
                 check(other)
             seconds = self._seconds(layer, tried, 0)

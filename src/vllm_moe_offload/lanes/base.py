@@ -43,3 +43,26 @@ class Lane(Protocol):
     ) -> torch.Tensor:
         """The same sum as floats [T, H], of float32 or of x's dtype; good until the next call."""
         ...
+
+
+class Computing(Protocol):
+    """What a lane computes beside its caller."""
+
+    def wait(self) -> float:
+        """Return when it is done: the seconds it took. Raises what computing has raised."""
+        ...
+
+
+class LaneBeside(Lane, Protocol):
+    """A lane that computes beside its caller too."""
+
+    def begin(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Computing:
+        """As `compute` without adding; the tensors are to be left alone until it is done."""
+        ...

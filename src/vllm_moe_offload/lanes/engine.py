@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.engine import CpuExpertEngine, ExpertRun
 from vllm_moe_offload.experts import ExpertSpec
 
 
 class EngineLane:
-    """Computes the experts of `tensors` (name -> ``[N, ...]``) on the CPU; a `lanes.base.Lane`.
+    """Computes the experts of `tensors` (name -> ``[N, ...]``) on the CPU.
 
-    `plan`: what it computes by.
+    A `lanes.base.LaneBeside`. `plan`: what it computes by.
     """
 
     def __init__(
@@ -37,6 +37,17 @@ class EngineLane:
     ) -> None:
         """As `lanes.base.Lane.compute`."""
         self.plan.run(x, topk_ids, topk_weights, out, expert_map=expert_map, accumulate=accumulate)
+
+    def begin(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor,
+        out: torch.Tensor,
+    ) -> ExpertRun:
+        """As `lanes.base.LaneBeside.begin`."""
+        return self.plan.start(x, topk_ids, topk_weights, out, expert_map=expert_map)
 
     def output(
         self,

@@ -14,7 +14,7 @@ import torch
 
 from vllm_moe_offload.device import Device, SlotCache
 from vllm_moe_offload.experts import ExpertLayout
-from vllm_moe_offload.lanes.base import Lane
+from vllm_moe_offload.lanes.base import Lane, LaneBeside
 from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer, with_padding
 from vllm_moe_offload.lanes.counters import Counters
 from vllm_moe_offload.lanes.kept import Kept, KeptByHost, KeptOnDevice
@@ -57,7 +57,7 @@ class OffloadedLayer:
         device: Device,
         allocate: Callable[[int], Tensors],
         resident: Callable[[Tensors], Lane],
-        cpu: Lane,
+        cpu: LaneBeside,
         *,
         num_slots: int,
         policy: str,

@@ -1,12 +1,18 @@
 """How many slots each layer gets, and what each lane: from shapes, memory and measured rates."""
 
-from vllm_moe_offload.planning.correction import LaneUse, correct_rates
+from vllm_moe_offload.planning.correction import (
+    LEAST_SECONDS,
+    LaneUse,
+    correct_rates,
+    corrected_level,
+)
 from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, check_slots, plan_slots
 from vllm_moe_offload.planning.split import LaneRates, fetch_limits, promotion_limits
 from vllm_moe_offload.planning.stream import plan_with_buffers, stream_experts, stream_threshold
 from vllm_moe_offload.planning.tail import TailRates, experts_for_cpu
 
 __all__ = [
+    "LEAST_SECONDS",
     "LaneRates",
     "LaneUse",
     "LayerShape",
@@ -14,6 +20,7 @@ __all__ = [
     "TailRates",
     "check_slots",
     "correct_rates",
+    "corrected_level",
     "experts_for_cpu",
     "fetch_limits",
     "plan_slots",

@@ -16,7 +16,7 @@ _DAMPING = 0.5
 # A lane is believed to be at most so many times as fast, or as slow, as it was measured.
 _MOST = 4.0
 # A lane that was busy for less than this is not judged by it.
-_LEAST_SECONDS = 0.02
+LEAST_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def correct_rates(rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRa
     beside = min(use.fetched / rates.fetch_beside_cpu, use.computed / rates.cpu_beside_fetch)
     fetch = beside + (use.fetched - beside * rates.fetch_beside_cpu) / rates.fetch
     cpu = beside + (use.computed - beside * rates.cpu_beside_fetch) / rates.cpu
-    bus_level = _level(rates.fetch / measured.fetch, fetch, use.fetch_seconds)
-    cpu_level = _level(rates.cpu / measured.cpu, cpu, use.cpu_seconds)
+    bus_level = corrected_level(rates.fetch / measured.fetch, fetch, use.fetch_seconds)
+    cpu_level = corrected_level(rates.cpu / measured.cpu, cpu, use.cpu_seconds)
     return LaneRates(
         fetch=measured.fetch * bus_level,
         cpu=measured.cpu * cpu_level,
@@ -53,9 +53,12 @@ def correct_rates(rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRa
     )
 
 
-def _level(level: float, expected: float, seconds: float) -> float:
-    """By what a lane's measured rates are to be multiplied, `level` until now."""
-    if seconds < _LEAST_SECONDS or expected <= 0:
+def corrected_level(level: float, expected: float, seconds: float) -> float:
+    """By what a lane's measured rates are to be multiplied, `level` until now.
+
+    expected: seconds that what it did takes by `level`; `seconds`: what it took.
+    """
+    if seconds < LEAST_SECONDS or expected <= 0:
         return level
     off = expected / seconds
     if 1 / _TOLERANCE <= off <= _TOLERANCE:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,14 @@ class TailRates:
     cpu: float
     cpu_row: float
 
+    def on_cpu(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+        """What the CPU takes for experts of so many rows each: float64, as `rows`."""
+        return self.cpu + self.cpu_row * rows.astype(np.float64)
+
+    def with_cpu(self, level: float) -> TailRates:
+        """The same with a CPU that is `level` times as fast."""
+        return replace(self, cpu=self.cpu / level, cpu_row=self.cpu_row / level)
+
 
 def experts_for_cpu(
     rates: TailRates, rows: npt.NDArray[np.integer], ahead: float
@@ -34,6 +42,6 @@ def experts_for_cpu(
     """
     order = np.argsort(rows, kind="stable")
     on_cpu = np.arange(len(rows) + 1)
-    cpu = np.concatenate(([0.0], np.cumsum(rates.cpu + rates.cpu_row * rows[order])))
+    cpu = np.concatenate(([0.0], np.cumsum(rates.on_cpu(rows[order]))))
     copies = (ahead + len(rows) - on_cpu) * rates.copy
     return order[: int(np.argmin(np.maximum(cpu, copies)))]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from vllm_moe_offload.lanes.base import Lane
+    from vllm_moe_offload.lanes.base import Lane, LaneBeside
     from vllm_moe_offload.stream.streamer import LayerStreamer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -68,7 +68,7 @@ class StreamedLayer:
     number: int
     host: Tensors
     buffers: tuple[InBuffer, InBuffer]
-    cpu: Lane
+    cpu: LaneBeside
     in_slots: Callable[[], InSlots]
     num_experts: int
 

@@ -10,8 +10,9 @@ What a step leaves in slots is decided behind the slots' wave and copied there w
 buffer.
 
 The copies of the next wave, which may be the following layer's first, are enqueued before a wave is
-computed. Two marks order the streams at each buffer: `free`, behind its last reader, which the next
-copies wait for, and `full`, behind the copies, which the next reader waits for.
+computed, and those of the wave after it behind that. Two marks order the streams at each buffer:
+`free`, behind its last reader, which the next copies wait for, and `full`, behind the copies, which
+the next reader waits for.
 
 Layers without slots that are whole in a buffer may be captured, in one graph or each in its own. A
 mark means something only within the capture it was recorded in, or outside of all: so a step
@@ -47,15 +48,15 @@ from vllm_moe_offload.stream.tail import CpuTail
 from vllm_moe_offload.stream.waves import Experts, Wave, plan_waves
 
 if TYPE_CHECKING:
-    from vllm_moe_offload.lanes.base import Lane
+    from vllm_moe_offload.lanes.base import Lane, LaneBeside
 
 # Entries of int32 that a map's memory is a multiple of: each starts as one of its own would.
 _ALIGNMENT = 64
 
-# With a CPU lane, one of so many missing experts is copied before the routing is known, if a buffer
-# holds that many. A CPU that reads 95 GB/s beside a bus of 54 leaves the bus a third, and a third
-# of section 1's layer keeps the bus busy for 6 ms, in which the layer before is computed and this
-# one's routing is read.
+# With a CPU lane, one of so many missing experts is copied before the routing is known, if both
+# buffers hold that many. A CPU that reads 95 GB/s beside a bus of 54 leaves the bus a third, and a
+# third of section 1's layer keeps the bus busy for 6 ms, in which the layer before is computed and
+# this one's routing is read.
 _AHEAD = 3
 
 
@@ -112,7 +113,7 @@ class LayerStreamer:
         self,
         host: Tensors,
         buffers: Sequence[tuple[Tensors, Lane]],
-        cpu: Lane,
+        cpu: LaneBeside,
         in_slots: Callable[[], InSlots],
     ) -> StreamedLayer:
         """Take in the next layer of a step.
@@ -138,7 +139,8 @@ class LayerStreamer:
         for marks in self._marks:
             marks.free.record()
         self._next, self._is_left = None, True
-        self._start(self._layers[first], self._turn)
+        for _ in self._starting(self._layers[first], self._turn):
+            pass
         self._next, self._is_left = first, False
 
     def end(self) -> None:
@@ -149,11 +151,6 @@ class LayerStreamer:
         if self._next is not None or self._is_left:
             self._next, self._is_left = None, False
             self._copies.join()
-
-    def close(self) -> None:
-        """No step comes any more: the CPU's part ends. May be called twice."""
-        if self.tail is not None:
-            self.tail.close()
 
     def output(
         self,
@@ -226,7 +223,7 @@ class LayerStreamer:
     ) -> Iterator[None]:
         """Enqueue copies of one wave more with each `next`, of the following layer's first at last.
 
-        ahead: how many experts of the first wave have been enqueued.
+        ahead: how many experts of the first waves have been enqueued.
         """
         turn = self._turn
         for number, wave in enumerate(waves):
@@ -234,25 +231,27 @@ class LayerStreamer:
             if not layer.is_whole:
                 entries = wave.expert_map(layer.num_experts)
                 maps.append((buffer.expert_map, sendable(entries, buffer.expert_map)))
-            if number == 0:
-                wave = wave.behind(ahead)
-                if len(on_cpu):
-                    others = np.setdiff1d(np.arange(layer.num_experts), on_cpu)
-                    entries = _map_of(others, layer.num_experts)
-                    maps.append((buffer.at_hand, sendable(entries, buffer.at_hand)))
-            self._copy(layer, turn, wave, maps)
+            if number == 0 and len(on_cpu):
+                others = np.setdiff1d(np.arange(layer.num_experts), on_cpu)
+                entries = _map_of(others, layer.num_experts)
+                maps.append((buffer.at_hand, sendable(entries, buffer.at_hand)))
+            enqueued = min(ahead, len(wave))
+            ahead -= enqueued
+            self._copy(layer, turn, wave.behind(enqueued), maps)
             turn = 1 - turn
             yield
         if following is not None:
-            self._start(following, turn)
+            yield from self._starting(following, turn)
 
-    def _start(self, layer: StreamedLayer, turn: int) -> None:
-        """Enqueue the first copies of this layer: those of a whole wave without a CPU lane."""
+    def _starting(self, layer: StreamedLayer, turn: int) -> Iterator[None]:
+        """Enqueue the first copies of this layer, those into one buffer with each `next`."""
         ahead, _ = self._parts(layer)
         watch = None if self.tail is None else self._ahead
         self._is_timed = watch is not None and len(ahead) > 0
         for wave in plan_waves(ahead, layer.size, layer.num_experts):
             self._copy(layer, turn, wave, watch=watch)
+            turn, watch = 1 - turn, None
+            yield
 
     def _seconds_ahead(self) -> float:
         """For how long the bus had been at the copies ahead of a routing that has been read now."""
@@ -264,7 +263,7 @@ class LayerStreamer:
         """The experts that are in no slot: those copied ahead of the routing, and the rest."""
         missing = np.flatnonzero(self._slot_of[layer.number] < 0)
         ahead = len(missing) if self.tail is None else -(-len(missing) // _AHEAD)
-        ahead = min(ahead, layer.size)
+        ahead = min(ahead, 2 * layer.size)
         return missing[:ahead], missing[ahead:]
 
     def _copy(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_moe_offload.planning import TailRates, experts_for_cpu
+from vllm_moe_offload.device.mapped import add_mapped
+from vllm_moe_offload.planning import LEAST_SECONDS, TailRates, corrected_level, experts_for_cpu
 
 if TYPE_CHECKING:
-    from vllm_moe_offload.lanes.base import Lane
+    from vllm_moe_offload.lanes.base import Computing, LaneBeside
 
 
 @dataclass(frozen=True)
@@ -32,26 +33,31 @@ class OnHost:
 class CpuTail:
     """Reads what a layer was routed to, chooses experts for the CPU and computes them.
 
-    In a thread of its own, so that nothing waits but who asks for the sum. One for all layers of a
+    Beside its caller, so that nothing waits but who asks for the sum. One for all layers of a
     stream: its host memory is used again by each.
+
+    Args:
+        rates: What an expert takes of each lane.
+        corrects: Whether the CPU's rate follows what its computations take.
     """
 
-    def __init__(self, rates: TailRates) -> None:
-        self._rates = rates
+    def __init__(self, rates: TailRates, corrects: bool = False) -> None:
+        self._measured = self._rates = rates
+        self._corrects = corrects
+        # How many times as fast as it was measured the CPU is; what its computations were expected
+        # to take and took since that was looked at.
+        self._level = 1.0
+        self._expected = self._taken = 0.0
         self._staged: dict[str, torch.Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, "moe-offload-tail")
-        self._computing: Future[None] | None = None
+        self._computing: Computing | None = None
         self._partial = torch.empty(0)
-
-    def close(self) -> None:
-        """End the thread; what it is computing is computed first. May be called twice."""
-        self._thread.shutdown()
 
     def read(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> OnHost:
         """Waits for the current stream."""
         if self._computing is not None:
             # Of a step that has failed: nobody asks for its sum, and it reads the same memory.
-            wait([self._computing])
+            with suppress(Exception):
+                self._computing.wait()
             self._computing = None
         read = OnHost(
             self._copied("x", x),
@@ -80,19 +86,19 @@ class CpuTail:
         on_cpu = np.zeros(len(pending), np.bool_)
         coming = max(ahead - seconds / self._rates.copy, 0.0)
         on_cpu[experts_for_cpu(self._rates, rows, coming)] = True
+        self._expected += float(self._rates.on_cpu(rows[on_cpu]).sum())
         return pending[~on_cpu], pending[on_cpu]
 
-    def start(self, cpu: Lane, step: OnHost, expert_map: npt.NDArray[np.int32]) -> None:
+    def start(self, cpu: LaneBeside, step: OnHost, expert_map: npt.NDArray[np.int32]) -> None:
         """Begin to compute the CPU's experts.
 
         cpu: the lane over host memory; expert_map: int32 [E + 1], expert -> expert for those it
         computes, else -1.
         """
         self._partial = self._staging("partial", step.x.shape, torch.float32, step.is_staged)
-        self._computing = self._thread.submit(
-            cpu.compute,
+        self._computing = cpu.begin(
             *(step.x, step.topk_weights, step.topk_ids),
-            *(torch.from_numpy(expert_map), self._partial, False),
+            *(torch.from_numpy(expert_map), self._partial),
         )
 
     def add(self, out: torch.Tensor) -> torch.Tensor:
@@ -102,8 +108,19 @@ class CpuTail:
         """
         assert self._computing is not None, "start comes first"
         computing, self._computing = self._computing, None
-        computing.result()
-        return out.to(torch.float32).add_(self._partial.to(out.device, non_blocking=True))
+        self._taken += computing.wait()
+        self._correct()
+        total = out.to(torch.float32)
+        add_mapped(total, self._partial)
+        return total
+
+    def _correct(self) -> None:
+        """Let the CPU's rate be what it has shown, once that says something."""
+        if not self._corrects or self._taken < LEAST_SECONDS:
+            return
+        self._level = corrected_level(self._level, self._expected, self._taken)
+        self._rates = self._measured.with_cpu(self._level)
+        self._expected = self._taken = 0.0
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cuda:
