@@ -171,7 +171,7 @@ def test_what_a_started_run_raises_is_raised_where_it_is_waited_for(
         plan.start(x, ids, weights, torch.empty(1, 1))
     run = plan.start(x, ids + 1000, weights, torch.empty(x.shape))
     for _ in range(2):
-        with pytest.raises(ValueError, match="topk_ids|100"):
+        with pytest.raises(ValueError, match=r"topk_ids|100"):
             run.wait()
     assert plan.start(x[:0], ids[:0], weights[:0], torch.empty(0, x.shape[1])).wait() == 0.0
 
