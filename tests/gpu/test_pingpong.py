@@ -204,9 +204,9 @@ def leave_readers_out(patch: pytest.MonkeyPatch) -> None:
     record = copies.Mark.record
     state = {"is_counted": True}
 
-    def counted(self: LayerStreamer, first: int = 0) -> None:
+    def counted(self: LayerStreamer, rows: int, first: int = 0) -> None:
         before, state["is_counted"] = state["is_counted"], True
-        begin(self, first)
+        begin(self, rows, first)
         state["is_counted"] = before
 
     def reading(self: LayerStreamer, *given: Any) -> Any:

@@ -227,9 +227,9 @@ def test_the_first_copies_start_with_the_step(
     begun = []
     begin = LayerStreamer.begin
 
-    def spy(self: LayerStreamer, first: int = 0) -> None:
+    def spy(self: LayerStreamer, rows: int, first: int = 0) -> None:
         begun.append((self, first))
-        begin(self, first)
+        begin(self, rows, first)
 
     with engine(model, **moe_offload_args(slots_per_layer=4, stream_threshold=8)) as ours:
         monkeypatch.setattr(LayerStreamer, "begin", spy)

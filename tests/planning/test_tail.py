@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_offload.planning import TailRates, experts_for_cpu
+from vllm_moe_offload.planning import TailRates, TailWorth, experts_for_cpu
 
 SECONDS = st.integers(0, 50)
 H100 = TailRates(copy=175e-6, cpu=112e-6, cpu_row=1.85e-6)
@@ -33,6 +33,21 @@ def test_no_other_choice_ends_sooner(
     every = chain.from_iterable(combinations(range(len(rows)), n) for n in range(len(rows) + 1))
     best = min((seconds(choice), len(choice)) for choice in every)
     assert (seconds(tuple(chosen.tolist())), len(chosen)) == best
+
+
+def test_the_cpus_part_is_left_out_where_it_does_not_pay_and_tried_again() -> None:
+    worth = TailWorth()
+    assert all(worth.has_part(rows) for rows in (1, 512, 8192))
+    for rows, share in ((512, 0.6), (8192, 1.2)):
+        worth.took(rows, share)
+    assert worth.has_part(512) and worth.has_part(4096), "nothing is known of its size"
+    assert [worth.has_part(8000) for _ in range(64)].count(True) == 2
+    worth.took(8192, 0.6)
+    assert worth.has_part(8192)
+    worth.took(512, 1.3)
+    assert worth.has_part(512), "once may be chance"
+    worth.took(512, 1.3)
+    assert not worth.has_part(512)
 
 
 def test_fewer_experts_are_left_to_the_cpu_the_more_rows_there_are() -> None:

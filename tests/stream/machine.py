@@ -230,8 +230,8 @@ class HostLane:
 class LateTail(CpuTail):
     """A tail that waits for the machine, and whose sum is made late."""
 
-    def __init__(self, machine: Machine, rates: TailRates) -> None:
-        super().__init__(rates)
+    def __init__(self, machine: Machine, rates: TailRates, **settings: Any) -> None:
+        super().__init__(rates, **settings)
         self._machine = machine
 
     def read(self, *given: torch.Tensor) -> OnHost:

@@ -68,11 +68,11 @@ class PingPong:
             self.layer(number)
 
     def announced(self) -> None:
-        self.streamer.begin()
+        self.streamer.begin(1)
         self.eager()
 
     def announced_and_not_run(self) -> None:
-        self.streamer.begin()
+        self.streamer.begin(1)
         self.streamer.end()
 
     def full(self) -> None:
@@ -154,14 +154,14 @@ def test_nothing_is_copied_into_a_buffer_before_a_replay_is_done(
     for is_announced in (True, *steps):
         model.replay()
         if is_announced:
-            model.streamer.begin()
+            model.streamer.begin(1)
         model.run(range(num_layers))
 
 
 @pytest.mark.parametrize("delay", DELAYS)
 def test_a_replay_comes_after_the_copies_of_a_step_that_was_not_run(delay: str) -> None:
     model = Replayed(Machine(DELAYS[delay]), 2, 0)
-    model.streamer.begin()
+    model.streamer.begin(1)
     model.streamer.end()
     model.replay()
     model.machine.finish()
@@ -175,11 +175,11 @@ def test_the_check_of_replays_notices_a_mark_left_out(monkeypatch: pytest.Monkey
     model.run(range(2))
     begin = model.streamer.begin
 
-    def late(first: int = 0) -> None:
+    def late(rows: int, first: int = 0) -> None:
         with monkeypatch.context() as patch:
             for marks in model.streamer._marks:
                 patch.setattr(marks.free, "record", lambda: None)
-            begin(first)
+            begin(rows, first)
 
     monkeypatch.setattr(model.streamer, "begin", late)
     model.replay()

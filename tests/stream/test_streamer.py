@@ -186,7 +186,7 @@ def test_steps_of_all_layers(
 ) -> None:
     model = Model(Machine(DELAYS[delay], seed), sizes, seed, buffer_experts)
     for _ in range(steps):
-        model.streamer.begin()
+        model.streamer.begin(1)
         model.run(range(len(sizes)))
         for number, (experts, slots) in enumerate(sizes):
             model.residents[number] = model.fill(number, experts, slots)
@@ -202,7 +202,7 @@ def test_some_experts_on_the_cpu(
     model = Model(Machine(DELAYS[delay], seed), sizes, seed, buffer_experts)
     model.streamer.tail = LateTail(model.machine, TailRates(1.0, cpu, row))
     for _ in range(3):
-        model.streamer.begin()
+        model.streamer.begin(1)
         model.run(range(5))
     assert model.computed or cpu + row > 0.3
     assert model.kept
@@ -249,6 +249,25 @@ def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> Non
     assert shares[-1] == (4 if corrects else 10)
 
 
+@pytest.mark.parametrize(("alone", "copied"), [(1e-9, 9), (1e9, 3), (None, 3)])
+def test_a_step_that_copies_would_have_done_sooner_is_copied_next_time(
+    alone: float | None, copied: int
+) -> None:
+    """A third of what is missing is copied ahead with a part of the CPU's, else all."""
+    model = Model(Machine(None), [(9, 0), (9, 0), (9, 0)])
+    model.streamer.tail = LateTail(model.machine, TailRates(1.0, 0.0, 0.0), alone=alone)
+    model.streamer.begin(512)
+    assert model.streamer.copies.copied == 3
+    model.run(range(3))
+    for rows, ahead in ((512, copied), (4096, 3)):
+        before = model.streamer.copies.copied
+        model.streamer.begin(rows)
+        assert model.streamer.copies.copied - before == ahead
+        computed = model.computed
+        model.run(range(3))
+        assert (model.computed > computed) == (ahead == 3)
+
+
 @pytest.mark.parametrize("delay", DELAYS)
 def test_it_is_told_how_long_copies_ahead_have_been_under_way(delay: str) -> None:
     sizes = [(9, 2), (9, 0), (6, 6), (9, 5)]
@@ -264,7 +283,7 @@ def test_it_is_told_how_long_copies_ahead_have_been_under_way(delay: str) -> Non
     model.streamer.tail.choose = listen
     for _ in range(3):
         before = model.machine.done
-        model.streamer.begin()
+        model.streamer.begin(1)
         model.run(range(4))
         # Items of the machine are its seconds.
         assert all(0 <= seconds <= model.machine.done - before for _, seconds in told)
@@ -297,7 +316,7 @@ def copied_when_computed(model: Model) -> list[int]:
 
 def test_the_copies_of_the_next_layer_are_under_way_before_a_layer_is_computed() -> None:
     model = Model(Machine("copying"), [(5, 2), (6, 1), (7, 3), (4, 0)])
-    model.streamer.begin()
+    model.streamer.begin(1)
     assert model.streamer.copies.copied == 3
     sent = copied_when_computed(model)
     model.run(range(4))
@@ -306,7 +325,7 @@ def test_the_copies_of_the_next_layer_are_under_way_before_a_layer_is_computed()
 
 def test_the_copies_of_the_next_wave_are_under_way_before_a_wave_is_computed() -> None:
     model = Model(Machine("copying"), [(6, 1), (9, 5), (4, 0)], buffer_experts=3)
-    model.streamer.begin()
+    model.streamer.begin(1)
     assert model.streamer.copies.copied == 3 + 2, "both buffers"
     sent = copied_when_computed(model)
     model.run(range(3))
@@ -316,7 +335,7 @@ def test_the_copies_of_the_next_wave_are_under_way_before_a_wave_is_computed() -
 
 def test_a_step_that_was_begun_and_did_not_come_is_not_gone_on_with() -> None:
     model = Model(Machine(None), [(5, 2), (5, 2), (5, 2)])
-    model.streamer.begin()
+    model.streamer.begin(1)
     for number in range(3):
         model.residents[number] = model.fill(number, 5, 2)
     model.streamer.end()
@@ -351,7 +370,7 @@ def test_an_error_in_a_copy_ends_the_step(fails_at: int, buffer_experts: int) ->
 
     copies.copy = fail
     with suppress(RuntimeError):
-        model.streamer.begin()
+        model.streamer.begin(1)
         model.run([0, 1])
     copies.copy = copy
     for number in range(2):

@@ -111,7 +111,8 @@ class Streaming:
         seconds = self._seconds(layer, tried, 0)
         if rates is not None:
             tail = self._tail_rates(cpu[name], step(name, 1), seconds / layer.num_experts, rates)
-            self._streamer.tail = CpuTail(tail, self._corrects)
+            alone = seconds / layer.num_experts if self._corrects else None
+            self._streamer.tail = CpuTail(tail, self._corrects, alone)
             for other in both:
                 check(other)
             seconds = self._seconds(layer, tried, 0)
@@ -141,7 +142,7 @@ class Streaming:
     def expect(self, rows: int) -> None:
         """A step of so many rows comes next: the first copies of a streamed one start now."""
         if self._streamer.takes(rows) and rows > self._most_captured:
-            self._streamer.begin()
+            self._streamer.begin(rows)
         else:
             self._streamer.end()
 

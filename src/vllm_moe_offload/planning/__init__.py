@@ -9,7 +9,7 @@ from vllm_moe_offload.planning.correction import (
 from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, check_slots, plan_slots
 from vllm_moe_offload.planning.split import LaneRates, fetch_limits, promotion_limits
 from vllm_moe_offload.planning.stream import plan_with_buffers, stream_experts, stream_threshold
-from vllm_moe_offload.planning.tail import TailRates, experts_for_cpu
+from vllm_moe_offload.planning.tail import TailRates, TailWorth, experts_for_cpu
 
 __all__ = [
     "LEAST_SECONDS",
@@ -18,6 +18,7 @@ __all__ = [
     "LayerShape",
     "SlotPlan",
     "TailRates",
+    "TailWorth",
     "check_slots",
     "correct_rates",
     "corrected_level",

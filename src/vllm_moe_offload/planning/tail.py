@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
+# A step that would not have the CPU's part has it when so many of its size have passed.
+_AGAIN = 32
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,40 @@ class TailRates:
     def with_cpu(self, level: float) -> TailRates:
         """The same with a CPU that is `level` times as fast."""
         return replace(self, cpu=self.cpu / level, cpu_row=self.cpu_row / level)
+
+
+class TailWorth:
+    """Whether steps are sooner done with the CPU's part, by what such steps took.
+
+    Steps of similar sizes share an opinion: what the part costs beside the experts (the host waits
+    for the routing, the sum passes the bus) grows with the rows, and what it saves shrinks.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[int, float] = {}
+        self._skipped: dict[int, int] = {}
+
+    def has_part(self, rows: int) -> bool:
+        """Whether the step of so many rows that comes next is to have the CPU's part.
+
+        Now and then one has it that would not: the machine may have become another.
+        """
+        size = _size(rows)
+        if self._shares.get(size, 0.0) < 1.0:
+            return True
+        self._skipped[size] = (self._skipped.get(size, 0) + 1) % _AGAIN
+        return self._skipped[size] == 0
+
+    def took(self, rows: int, share: float) -> None:
+        """A step with it took `share` of what copying every expert would have taken."""
+        size = _size(rows)
+        before = self._shares.get(size, share)
+        self._shares[size] = (before + share) / 2
+
+
+def _size(rows: int) -> int:
+    """A number that steps within a factor of 1.4 have in common."""
+    return round(2 * math.log2(max(rows, 1)))
 
 
 def experts_for_cpu(

@@ -92,6 +92,8 @@ class LayerStreamer:
         # Of each layer: int32 [E + 1], expert -> slot or -1, on the device and on the host.
         self._slot_maps: Sequence[torch.Tensor] = ()
         self._slot_of: Sequence[npt.NDArray[np.int32]] = ()
+        # Whether the step has a part of the CPU's.
+        self._has_tail = False
         # From when copies ahead of the routing are under way until that is about to be read.
         self._ahead = copies.stopwatch()
         self._is_timed = False
@@ -130,12 +132,13 @@ class LayerStreamer:
         self._layers.append(layer)
         return layer
 
-    def begin(self, first: int = 0) -> None:
-        """A step will go on with the layer of this number: its copies start now.
+    def begin(self, rows: int, first: int = 0) -> None:
+        """A step of so many rows will go on with the layer `first`: its copies start now.
 
         Waits for the device where it has to be read which experts are in slots.
         """
         self._read_tables()
+        self._has_tail = self.tail is not None and self.tail.begin(rows)
         for marks in self._marks:
             marks.free.record()
         self._next, self._is_left = None, True
@@ -167,14 +170,14 @@ class LayerStreamer:
         too; topk_ids: the same with E for these; keep: None where slots are to stay as they are.
         """
         if self._next != layer.number:
-            self.begin(layer.number)
+            self.begin(len(x), layer.number)
         is_last = layer.number + 1 == self.num_layers or self._is_alone()
         following = None if is_last else self._layers[layer.number + 1]
         # Set again at the end: after an error the step does not go on.
         self._next, self._is_left = None, True
         ahead, rest = self._parts(layer)
         on_cpu = rest[:0]
-        tail = self.tail
+        tail = self.tail if self._has_tail else None
         if tail is not None:
             self._ahead.stop()
             step = tail.read(x, topk_weights, topk_ids)
@@ -246,7 +249,7 @@ class LayerStreamer:
     def _starting(self, layer: StreamedLayer, turn: int) -> Iterator[None]:
         """Enqueue the first copies of this layer, those into one buffer with each `next`."""
         ahead, _ = self._parts(layer)
-        watch = None if self.tail is None else self._ahead
+        watch = self._ahead if self._has_tail else None
         self._is_timed = watch is not None and len(ahead) > 0
         for wave in plan_waves(ahead, layer.size, layer.num_experts):
             self._copy(layer, turn, wave, watch=watch)
@@ -262,7 +265,7 @@ class LayerStreamer:
     def _parts(self, layer: StreamedLayer) -> tuple[Experts, Experts]:
         """The experts that are in no slot: those copied ahead of the routing, and the rest."""
         missing = np.flatnonzero(self._slot_of[layer.number] < 0)
-        ahead = len(missing) if self.tail is None else -(-len(missing) // _AHEAD)
+        ahead = -(-len(missing) // _AHEAD) if self._has_tail else len(missing)
         ahead = min(ahead, 2 * layer.size)
         return missing[:ahead], missing[ahead:]
 

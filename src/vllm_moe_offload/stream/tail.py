@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,13 @@ import numpy.typing as npt
 import torch
 
 from vllm_moe_offload.device.mapped import add_mapped
-from vllm_moe_offload.planning import LEAST_SECONDS, TailRates, corrected_level, experts_for_cpu
+from vllm_moe_offload.planning import (
+    LEAST_SECONDS,
+    TailRates,
+    TailWorth,
+    corrected_level,
+    experts_for_cpu,
+)
 
 if TYPE_CHECKING:
     from vllm_moe_offload.lanes.base import Computing, LaneBeside
@@ -39,11 +46,23 @@ class CpuTail:
     Args:
         rates: What an expert takes of each lane.
         corrects: Whether the CPU's rate follows what its computations take.
+        alone: Seconds an expert takes where all are copied; a step of a size for which that has
+            shown to be quicker is without the CPU. None: none is.
     """
 
-    def __init__(self, rates: TailRates, corrects: bool = False) -> None:
+    def __init__(
+        self, rates: TailRates, corrects: bool = False, alone: float | None = None
+    ) -> None:
         self._measured = self._rates = rates
         self._corrects = corrects
+        self._alone = alone
+        self._worth = TailWorth()
+        # Of the step under way: its rows; the experts that its last layer lacked; when the routing
+        # of that was read; the seconds from each reading to the next, and what copying those
+        # layers' experts would have taken.
+        self._rows = self._missing = 0
+        self._read_at: float | None = None
+        self._passed = self._by_copies = 0.0
         # How many times as fast as it was measured the CPU is; what its computations were expected
         # to take and took since that was looked at.
         self._level = 1.0
@@ -51,6 +70,14 @@ class CpuTail:
         self._staged: dict[str, torch.Tensor] = {}
         self._computing: Computing | None = None
         self._partial = torch.empty(0)
+
+    def begin(self, rows: int) -> bool:
+        """A step of so many rows begins: whether the CPU has a part of it."""
+        if self._by_copies > 0:
+            self._worth.took(self._rows, self._passed / self._by_copies)
+        self._rows, self._read_at = rows, None
+        self._passed = self._by_copies = 0.0
+        return self._alone is None or self._worth.has_part(rows)
 
     def read(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> OnHost:
         """Waits for the current stream."""
@@ -67,6 +94,10 @@ class CpuTail:
         )
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()
+        before, self._read_at = self._read_at, time.perf_counter()
+        if before is not None and self._alone is not None:
+            self._passed += self._read_at - before
+            self._by_copies += self._missing * self._alone
         return read
 
     def choose(
@@ -81,6 +112,7 @@ class CpuTail:
 
         ahead: how many are being copied already, and `seconds` since when.
         """
+        self._missing = ahead + len(pending)
         rows = np.bincount(step.topk_ids.numpy().ravel(), minlength=num_experts)[pending]
         pending, rows = pending[rows > 0], rows[rows > 0]
         on_cpu = np.zeros(len(pending), np.bool_)
