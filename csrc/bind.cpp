@@ -2,13 +2,16 @@
 // dtypes and shapes plan.py has checked: torch is not linked, and DLPack costs tens of microseconds
 // a call, a good part of a decode step's layer.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <chrono>
 #include <future>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -123,19 +126,44 @@ Call make_call(const moe::Plan& plan, Address x, Address ids, Address weights, i
                       .map_size = map_size}};
 }
 
+// Becomes 1 at the end of a scope, behind all that was written in it. Null: nothing.
+class Signal {
+ public:
+  explicit Signal(uint32_t* word) : word_(word) {}
+  Signal(const Signal&) = delete;
+  Signal& operator=(const Signal&) = delete;
+  ~Signal() {
+    if (word_ != nullptr) std::atomic_ref<uint32_t>(*word_).store(1, std::memory_order_release);
+  }
+
+ private:
+  uint32_t* word_;
+};
+
 // A call that goes on in a thread of its own, which never needs the GIL. Its end is waited for by
-// whoever lets go of it last.
+// whoever lets go of it last, unless it was abandoned.
 class Running {
  public:
-  Running(std::shared_ptr<const moe::Plan> plan, const Call& call)
-      : seconds_(std::async(std::launch::async, [plan = std::move(plan), call] {
+  Running(std::shared_ptr<const moe::Plan> plan, const Call& call, Address done)
+      : seconds_(std::async(std::launch::async, [plan = std::move(plan), call, done] {
+          const Signal signal(pointer<uint32_t>(done));
           const auto began = std::chrono::steady_clock::now();
           plan->run(call.job, call.routing);
           return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
         })) {}
 
-  // The seconds it took. Throws what the call has thrown; may be asked again.
-  double wait() const { return seconds_.get(); }
+  // The seconds it took; nothing where it goes on after `timeout` seconds, which are without end
+  // below 0. Throws what the call has thrown; may be asked again.
+  std::optional<double> wait(double timeout) const {
+    if (timeout >= 0 &&
+        seconds_.wait_for(std::chrono::duration<double>(timeout)) != std::future_status::ready) {
+      return std::nullopt;
+    }
+    return seconds_.get();
+  }
+
+  // Nobody waits for its end any more: what it uses is never freed.
+  void abandon() const { new std::shared_future<double>(seconds_); }
 
  private:
   std::shared_future<double> seconds_;
@@ -227,17 +255,18 @@ NB_MODULE(_engine, m) {
           "call"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "start",
-          [](std::shared_ptr<moe::Plan> plan, const Call& call) {
-            return std::make_shared<Running>(std::move(plan), call);
+          [](std::shared_ptr<moe::Plan> plan, const Call& call, Address done) {
+            return std::make_shared<Running>(std::move(plan), call, done);
           },
-          "call"_a);
+          "call"_a, "done"_a);
 
   nb::class_<Call>(m, "Call").def(nb::new_(&make_call), "plan"_a, "x"_a, "ids"_a, "weights"_a,
                                   "tokens"_a, "top_k"_a, "map"_a, "map_size"_a, "out"_a,
                                   "out_bf16"_a, "accumulate"_a, "inner_begin"_a, "inner_end"_a);
 
   nb::class_<Running>(m, "Running")
-      .def("wait", &Running::wait, nb::call_guard<nb::gil_scoped_release>());
+      .def("wait", &Running::wait, "timeout"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("abandon", &Running::abandon);
 
   m.attr("MOST_PLAN_TOKENS") = moe::kMostPlanTokens;
   m.attr("MOST_TOP_K") = moe::kMostTopK;

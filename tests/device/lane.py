@@ -10,7 +10,8 @@ from typing import Self
 
 import torch
 
-from vllm_moe_offload.device.request import CpuRequest, Operands, shared_zeros
+from vllm_moe_offload.device.request import CpuRequest, Operands
+from vllm_moe_offload.device.streams import shared_zeros
 from vllm_moe_offload.engine import ASKED, DONE, Doorbell, Mailbox
 
 SECONDS = 20

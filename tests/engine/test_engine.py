@@ -176,6 +176,43 @@ def test_what_a_started_run_raises_is_raised_where_it_is_waited_for(
     assert plan.start(x[:0], ids[:0], weights[:0], torch.empty(0, x.shape[1])).wait() == 0.0
 
 
+def test_a_started_run_says_when_it_is_done(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    """Also one that has failed, and one of no rows."""
+    plan = small_plan(engine, generator)
+    x, ids, weights = random_batch(SPEC, 4, 2, (0, 4), generator)
+    out = torch.empty(x.shape)
+    for rows, more in ((4, 0), (4, 1000), (0, 0)):
+        done = torch.zeros(1, dtype=torch.int32)
+        plan.start(x[:rows], ids[:rows] + more, weights[:rows], out[:rows], done=done)
+        until = time.monotonic() + 20
+        while not done.item() and time.monotonic() < until:
+            time.sleep(0)
+        assert done.item() == 1
+    with pytest.raises(ValueError, match="done"):
+        plan.start(x, ids, weights, out, done=torch.zeros(1))
+
+
+def test_a_started_run_can_be_waited_for_a_while_or_not_at_all(generator: torch.Generator) -> None:
+    spec = make_spec(1024, 1024, Format.FP32)
+    with CpuExpertEngine(1) as engine:
+        plan = engine.plan(spec, random_shard(spec, 4, generator), max_tokens=1024, top_k=4)
+        batch = random_batch(spec, 1024, 4, (0, 4), generator)
+        out, done = torch.empty(batch[0].shape), torch.zeros(1, dtype=torch.int32)
+        run = plan.start(*batch, out, done=done)
+        with pytest.raises(TimeoutError, match="more than 0 s"):
+            run.wait(0)
+        assert run.wait(60) > 0
+        done.zero_()
+        run = plan.start(*batch, out, done=done)
+        run.abandon()
+        del run
+        assert not done.item(), "nobody has waited"
+        while not done.item():
+            time.sleep(0.001)
+
+
 def test_a_started_run_that_is_let_go_of_has_ended(
     engine: CpuExpertEngine, generator: torch.Generator
 ) -> None:

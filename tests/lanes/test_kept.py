@@ -68,7 +68,9 @@ class Model:
             for tensor in shard.values():
                 tensor.fill_(float("nan"))
         if streams:
-            self.layer.stream_through(self.streamer, [(buffer, lane(buffer)) for buffer in buffers])
+            self.layer.stream_through(
+                self.streamer, [(buffer, lane(buffer)) for buffer in buffers], "layer"
+            )
 
     def step(self, experts: list[int], rows: int, requests: list[int] | None = None) -> None:
         """A step of rows of these experts: the oracle's output, and slots that are as they say."""

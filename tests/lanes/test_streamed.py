@@ -20,10 +20,12 @@ from tests.stream.buffers import poison, poison_buffers
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
 from vllm_moe_offload.lanes import Counters, EngineLane, OffloadedLayer
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer, buffer_bytes
+from vllm_moe_offload.stream import tail as tail_module
 
 CPU = torch.device("cpu")
 TOP_K, THRESHOLD = 3, 8
@@ -77,7 +79,9 @@ class Model:
             slots = layer._slots.cache.tensors if slots else {}
             for shard in (*buffers, slots):
                 poison(shard)
-            layer.stream_through(self.streamer, [(buffer, lane(buffer)) for buffer in buffers])
+            layer.stream_through(
+                self.streamer, [(buffer, lane(buffer)) for buffer in buffers], "layer"
+            )
             self.layers.append(layer)
 
     def leave_some_to_the_cpu(self, cpu: float, row: float) -> None:
@@ -104,13 +108,18 @@ class Beside:
     """A call in a thread of its own, whose error is raised where it is waited for."""
 
     def __init__(self, call: Any, *given: Any) -> None:
-        self._thread = ThreadPoolExecutor(1)
-        self._done = self._thread.submit(call, *given)
-        self._thread.shutdown(wait=False)
+        thread = ThreadPoolExecutor(1)
+        self._done = thread.submit(call, *given)
+        self._done.add_done_callback(lambda _: given[-1].fill_(1))
+        thread.shutdown(wait=False)
+        self.abandoned = False
 
-    def wait(self) -> float:
-        self._done.result()
+    def wait(self, timeout: float | None = None) -> float:
+        self._done.result(timeout)
         return 0.0
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
 
 def in_slots(layer: OffloadedLayer) -> tuple[list[int], list[torch.Tensor]]:
@@ -245,14 +254,48 @@ def test_experts_that_nobody_uses_are_not_copied_once_that_is_known(
 def test_an_error_of_the_cpus_part_ends_the_step(engine: CpuExpertEngine) -> None:
     model = Model(engine, [(8, 3), (8, 3)], buffer_experts=2)
     model.leave_some_to_the_cpu(0.0, 0.0)
-    cpu = model.layers[0]._streamed.cpu
-    begin, cpu.begin = cpu.begin, lambda *given: Beside(None)
-    with pytest.raises(TypeError):
-        model.step(0, 40)
+    first, last = (layer._streamed.cpu for layer in model.layers)
+    first.begin = lambda *given: Beside(None, *given)
+    step = torch.ones(40, 24), torch.ones(40, TOP_K), torch.arange(40 * TOP_K).view(40, TOP_K) % 8
+    with pytest.raises(CpuLaneError, match=r"layer.*CPU's part.*not callable"):
+        model.layers[0].forward(*step)
+        model.streamer.check()
+    model.layers[0].forward(*step)
+    with pytest.raises(CpuLaneError, match="not callable"):
+        model.step(1, 40)
     assert model.streamer._next is None, "the next layer begins a step of its own"
-    cpu.begin = begin
+    model.streamer.check()
+    last.begin = first.begin
+    with pytest.raises(CpuLaneError, match="not callable"):
+        model.step(1, 40)
+    del first.begin, last.begin
     for number in (0, 1, 0):
         model.step(number, 40)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_cpu_that_does_not_end_ends_the_step(
+    engine: CpuExpertEngine, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the stream waits for it: it is let go."""
+    monkeypatch.setattr(tail_module, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(tail_module, "wait_for_word", lambda *given: None)
+    model = Model(engine, [(8, 3), (8, 3)], buffer_experts=2)
+    model.leave_some_to_the_cpu(0.0, 0.0)
+    stalled, runs = threading.Event(), []
+
+    def begin(*given: Any) -> Beside:
+        runs.append(Beside(lambda *_: stalled.wait(timeout=60), *given))
+        return runs[-1]
+
+    model.layers[number]._streamed.cpu.begin = begin
+    step = torch.ones(40, 24), torch.ones(40, TOP_K), torch.arange(40 * TOP_K).view(40, TOP_K) % 8
+    with pytest.raises(CpuLaneError, match=r"layer.*computed for more than|layer.*has failed"):
+        model.layers[number].forward(*step)
+        model.streamer.check()
+    assert runs[0].abandoned
+    assert model.streamer.tail._done.item() == 1
+    stalled.set()
 
 
 def test_the_cpus_part_of_a_failed_step_ends_before_another_is_read(

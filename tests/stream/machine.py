@@ -217,13 +217,15 @@ class HostLane:
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor,
         out: torch.Tensor,
+        done: torch.Tensor,
     ) -> HostLane:
         rows = expert_map[topk_ids.long()].long()
         here = (rows >= 0).float() * topk_weights
         out.copy_((here[:, :, None] * self._host["v"][rows.clamp_min(0)] * x[:, None]).sum(1))
+        done.fill_(1)
         return self
 
-    def wait(self) -> float:
+    def wait(self, timeout: float | None = None) -> float:
         return 0.0
 
 
@@ -238,8 +240,8 @@ class LateTail(CpuTail):
         self._machine.finish()
         return super().read(*given)
 
-    def add(self, out: torch.Tensor) -> torch.Tensor:
-        partial = super().add(torch.zeros_like(out))
+    def add(self, out: torch.Tensor, is_last: bool) -> torch.Tensor:
+        partial = super().add(torch.zeros_like(out), is_last)
         total = torch.empty_like(out)
         self._machine.enqueue(lambda: total.copy_(out + partial))
         return total

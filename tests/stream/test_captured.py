@@ -53,7 +53,7 @@ class PingPong:
         for host in self.hosts:
             buffers = [each.tensors(layout, EXPERTS) for each in memory]
             bound = [(buffer, Lane(buffer)) for buffer in buffers]
-            self.layers.append(self.streamer.add(host, bound, Lane(host), lambda: nowhere))
+            self.layers.append(self.streamer.add(host, bound, Lane(host), lambda: nowhere, "layer"))
 
     def layer(self, number: int) -> None:
         x, weights = torch.ones(4, HIDDEN), torch.rand(4, TOP_K)

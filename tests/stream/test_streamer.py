@@ -62,6 +62,7 @@ class Model:
                     [(buffer, LateLane(machine, buffer)) for buffer in buffers],
                     HostLane(self.hosts[number]),
                     lambda number=number: self.residents[number],
+                    f"layer {number}",
                 )
             )
 
@@ -225,12 +226,13 @@ def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> Non
 
     class Slow:
         def begin(self, *given: Any) -> Any:
-            expert_map, out = given[3:]
+            expert_map, out, done = given[3:]
             out.zero_()
+            done.fill_(1)
             self.seconds = 0.002 * int((expert_map >= 0).sum())
             return self
 
-        def wait(self) -> float:
+        def wait(self, timeout: float) -> float:
             return self.seconds
 
     tail = CpuTail(TailRates(copy=2e-4, cpu=2e-4, cpu_row=0.0), corrects)
@@ -242,8 +244,8 @@ def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> Non
         shares.append(len(on_cpu))
         expert_map = np.full(21, -1, np.int32)
         expert_map[on_cpu] = on_cpu
-        tail.start(Slow(), step, expert_map)
-        tail.add(torch.zeros(20, 4))
+        tail.start("layer", Slow(), step, expert_map)
+        tail.add(torch.zeros(20, 4), is_last=True)
     assert shares[0] == 10
     # It is believed to be four times slower at most.
     assert shares[-1] == (4 if corrects else 10)

@@ -6,12 +6,12 @@ memory that both sides see, in which order it is written, and what happens when 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from vllm_moe_offload.device.streams import shared_zeros, wait_for_word
 from vllm_moe_offload.engine import ASKED, DONE, Mailbox
 
 # Numbers that a program copies or adds at once.
@@ -62,12 +62,6 @@ class Operands:
             cpu_map=shared_zeros(num_experts + 1, dtype=torch.int32, device=device).fill_(-1),
             partial=shared_zeros(tokens, h, dtype=torch.float32, device=device),
         )
-
-
-def shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros in host memory, at a multiple of 64 bytes, that `device` reads and writes too."""
-    with torch.inference_mode(False):
-        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 class CpuRequest:
@@ -156,21 +150,7 @@ class CpuRequest:
 
         Where there are no streams the caller waits. Raises RuntimeError if the driver refuses.
         """
-        if self._arrived.device.type != "cuda":
-            while self._answer.item() < DONE:
-                time.sleep(0)
-            return
-        from cuda.bindings import driver
-
-        stream = torch.cuda.current_stream().cuda_stream
-        (code,) = driver.cuStreamWaitValue32(
-            stream,
-            self._answer.data_ptr(),
-            DONE,
-            driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ,
-        )
-        if code != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"CUDA cannot make a stream wait for the CPU lane: {code.name}")
+        wait_for_word(self._answer, DONE, self._arrived.device)
 
     def join(self, resident: torch.Tensor, cpu_map: torch.Tensor, out: torch.Tensor) -> None:
         """Write to `out` the resident lane's output plus the CPU lane's partial sum, if any.

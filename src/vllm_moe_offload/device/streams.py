@@ -32,6 +32,34 @@ def beside_captures() -> Iterator[None]:
         exchange(before)
 
 
+def shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in host memory, at a multiple of 64 bytes, that `device` reads and writes too."""
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+
+def wait_for_word(word: torch.Tensor, least: int, device: torch.device) -> None:
+    """Let the current stream of `device` go on when `word` is `least` or more.
+
+    No thread of the GPU spins. Where there are no streams the caller waits. word: int32 [1] of
+    `shared_zeros`, which the CPU writes. Raises RuntimeError if the driver refuses.
+    """
+    if device.type != "cuda":
+        while word.item() < least:
+            time.sleep(0)
+        return
+    from cuda.bindings import driver
+
+    (code,) = driver.cuStreamWaitValue32(
+        torch.cuda.current_stream().cuda_stream,
+        word.data_ptr(),
+        least,
+        driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ,
+    )
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA cannot make a stream wait for the CPU: {code.name}")
+
+
 class SideStream:
     """A stream that is forked from the current one and joined by it; both may be captured.
 

@@ -110,10 +110,12 @@ class ExpertPlan:
         out: torch.Tensor,
         *,
         expert_map: torch.Tensor | None = None,
+        done: torch.Tensor | None = None,
     ) -> ExpertRun:
         """`run` in a thread that never waits for Python's: returns when it is under way.
 
-        The tensors are to be left alone until `ExpertRun.wait` returns.
+        The tensors are to be left alone until `ExpertRun.wait` returns. done: int32 [1], becomes 1
+        when the sum is in `out`, or the computation has failed.
 
         Raises:
             ValueError: A tensor is not as `run` describes. What numbers are out of range raises
@@ -122,8 +124,15 @@ class ExpertPlan:
         """
         held = self.open()
         given = x, topk_ids, topk_weights, out, expert_map
+        if done is not None:
+            check_tensor("done", done, (1,), torch.int32)
         call = self._call(held[0], *given, False, None)
-        return ExpertRun(None if call is None else held[0].start(call), (held, given))
+        if call is not None:
+            address = 0 if done is None else done.data_ptr()
+            return ExpertRun(held[0].start(call, address), (held, given, done))
+        if done is not None:
+            done.fill_(1)
+        return ExpertRun(None, ())
 
     def _call(
         self,
@@ -200,19 +209,37 @@ class ExpertPlan:
         self._native = None
 
 
+# Runs that nobody waits for, with what they use.
+_abandoned: list[ExpertRun] = []
+
+
 class ExpertRun:
     """A computation that goes on by itself; made by `ExpertPlan.start`.
 
-    Whoever lets go of it waits for its end.
+    Whoever lets go of it waits for its end, unless by `abandon`.
     """
 
     def __init__(self, running: _engine.Running | None, used: object) -> None:
         self._running = running
         self._used = used
 
-    def wait(self) -> float:
-        """Return when it is done: the seconds it took. Raises as `ExpertPlan.run`."""
-        return 0.0 if self._running is None else self._running.wait()
+    def wait(self, timeout: float | None = None) -> float:
+        """Return when it is done: the seconds it took. May be asked again.
+
+        Raises as `ExpertPlan.run`, and TimeoutError where it goes on after `timeout` seconds.
+        """
+        if self._running is None:
+            return 0.0
+        seconds = self._running.wait(-1.0 if timeout is None else timeout)
+        if seconds is None:
+            raise TimeoutError(f"the CPU has computed for more than {timeout:g} s")
+        return seconds
+
+    def abandon(self) -> None:
+        """It does not end: let go of it without waiting. What it uses is never freed."""
+        if self._running is not None:
+            self._running.abandon()
+            _abandoned.append(self)
 
 
 def batch_size(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[int, int]:

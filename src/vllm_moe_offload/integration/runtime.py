@@ -391,6 +391,8 @@ class OffloadRuntime:
         """Before a step's output is used: CpuLaneError when the CPU lane has failed."""
         if self._share is not None:
             self._share.check()
+        if self._streaming is not None:
+            self._streaming.check()
 
     def close(self) -> None:
         """No step comes any more: the CPU lane ends. May be called twice."""

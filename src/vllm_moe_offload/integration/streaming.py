@@ -82,7 +82,11 @@ class Streaming:
         except ValueError as error:
             logger.warning("moe_offload: %s is not streamed: %s", name, error)
             return
-        layer.stream_through(self._streamer, buffers)
+        layer.stream_through(self._streamer, buffers, name)
+
+    def check(self) -> None:
+        """As `LayerStreamer.check`."""
+        self._streamer.check()
 
     def settle(
         self,

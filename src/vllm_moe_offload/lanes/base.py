@@ -48,8 +48,15 @@ class Lane(Protocol):
 class Computing(Protocol):
     """What a lane computes beside its caller."""
 
-    def wait(self) -> float:
-        """Return when it is done: the seconds it took. Raises what computing has raised."""
+    def wait(self, timeout: float | None = None) -> float:
+        """Return when it is done: the seconds it took.
+
+        Raises what computing has raised, and TimeoutError where it goes on after `timeout` seconds.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """It does not end: whoever lets go of it is not to wait for it."""
         ...
 
 
@@ -63,6 +70,10 @@ class LaneBeside(Lane, Protocol):
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor,
         out: torch.Tensor,
+        done: torch.Tensor,
     ) -> Computing:
-        """As `compute` without adding; the tensors are to be left alone until it is done."""
+        """As `compute` without adding; the tensors are to be left alone until it is done.
+
+        done: int32 [1] in host memory, becomes 1 when the sum is there or computing has failed.
+        """
         ...

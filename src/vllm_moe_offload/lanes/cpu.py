@@ -6,7 +6,8 @@ import weakref
 
 import torch
 
-from vllm_moe_offload.device.request import CpuRequest, Operands, shared_zeros
+from vllm_moe_offload.device.request import CpuRequest, Operands
+from vllm_moe_offload.device.streams import shared_zeros
 from vllm_moe_offload.engine import CpuExpertEngine, Doorbell, ExpertPlan, MailboxStats
 from vllm_moe_offload.errors import CpuLaneError
 

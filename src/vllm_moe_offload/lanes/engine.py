@@ -45,9 +45,10 @@ class EngineLane:
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor,
         out: torch.Tensor,
+        done: torch.Tensor,
     ) -> ExpertRun:
         """As `lanes.base.LaneBeside.begin`."""
-        return self.plan.start(x, topk_ids, topk_weights, out, expert_map=expert_map)
+        return self.plan.start(x, topk_ids, topk_weights, out, expert_map=expert_map, done=done)
 
     def output(
         self,

@@ -171,14 +171,14 @@ class OffloadedLayer:
         return self._slots.captured if self._slots is not None else None
 
     def stream_through(
-        self, streamer: LayerStreamer, buffers: Sequence[tuple[Tensors, Lane]]
+        self, streamer: LayerStreamer, buffers: Sequence[tuple[Tensors, Lane]], name: str
     ) -> None:
         """Let a step that `streamer` takes, larger than the device decides on, pass through it.
 
         buffers: as for `LayerStreamer.add`. Layers are to call this in the order in which a step
         runs them.
         """
-        self._streamed = streamer.add(self._host, buffers, self._cpu, self._in_slots)
+        self._streamed = streamer.add(self._host, buffers, self._cpu, self._in_slots, name)
         if self._slots is not None:
             self._slots.kept = self._make_kept(self._slots)
         # An ordinary tensor: it is written to in and out of inference mode.

@@ -57,7 +57,7 @@ class InBuffer:
 
 @dataclass(frozen=True)
 class StreamedLayer:
-    """What the streamer knows of a layer.
+    """What the streamer knows of a layer, which errors call `name`.
 
     `host`: name -> ``[E, ...]``, every expert, which the copy engine reads. `buffers`: both. `cpu`:
     computes from `host`. `in_slots`: what is in slots now, the tables on the device that the lanes
@@ -66,6 +66,7 @@ class StreamedLayer:
 
     streamer: LayerStreamer
     number: int
+    name: str
     host: Tensors
     buffers: tuple[InBuffer, InBuffer]
     cpu: LaneBeside

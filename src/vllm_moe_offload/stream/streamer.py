@@ -106,6 +106,11 @@ class LayerStreamer:
         """Whether a step of so many rows is streamed."""
         return self.threshold is not None and rows > self.threshold
 
+    def check(self) -> None:
+        """Before the output of a step is used: CpuLaneError where the CPU's part has failed."""
+        if self.tail is not None:
+            self.tail.finish()
+
     @property
     def num_layers(self) -> int:
         """How many layers have been added."""
@@ -117,6 +122,7 @@ class LayerStreamer:
         buffers: Sequence[tuple[Tensors, Lane]],
         cpu: LaneBeside,
         in_slots: Callable[[], InSlots],
+        name: str,
     ) -> StreamedLayer:
         """Take in the next layer of a step.
 
@@ -127,7 +133,7 @@ class LayerStreamer:
         num_experts = next(iter(host.values())).shape[0]
         first, second = (_in_buffer(*buffer, num_experts) for buffer in buffers)
         layer = StreamedLayer(
-            self, self.num_layers, host, (first, second), cpu, in_slots, num_experts
+            self, self.num_layers, name, host, (first, second), cpu, in_slots, num_experts
         )
         self._layers.append(layer)
         return layer
@@ -185,7 +191,7 @@ class LayerStreamer:
                 step, rest, layer.num_experts, len(ahead), self._seconds_ahead()
             )
             if len(on_cpu):
-                tail.start(layer.cpu, step, _map_of(on_cpu, layer.num_experts))
+                tail.start(layer.name, layer.cpu, step, _map_of(on_cpu, layer.num_experts))
         waves = plan_waves(np.concatenate((ahead, rest)), layer.size, layer.num_experts)
         given = _Given(x, topk_weights, routed, topk_ids)
         copies = self._copying(layer, waves, len(ahead), on_cpu, following)
@@ -211,7 +217,7 @@ class LayerStreamer:
         if keep is not None and not waves:
             keep.decide(None)
         if tail is not None and len(on_cpu):
-            out = tail.add(out)
+            out = tail.add(out, is_last)
         self._next = None if following is None else following.number
         self._is_left = False
         return Streamed(out, len(ahead) + len(rest), len(on_cpu), num_computed)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_moe_offload.device.mapped import add_mapped
+from vllm_moe_offload.device.streams import shared_zeros, wait_for_word
+from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.planning import (
     LEAST_SECONDS,
     TailRates,
@@ -22,6 +24,10 @@ from vllm_moe_offload.planning import (
 
 if TYPE_CHECKING:
     from vllm_moe_offload.lanes.base import Computing, LaneBeside
+
+# Seconds after which the CPU has failed: these, and so many times what it was expected to take.
+_TIMEOUT = 3.0
+_SLACK = 10.0
 
 
 @dataclass(frozen=True)
@@ -68,8 +74,15 @@ class CpuTail:
         self._level = 1.0
         self._expected = self._taken = 0.0
         self._staged: dict[str, torch.Tensor] = {}
+        # What is computed now, whether the stream waits for it already, whose it is, and the
+        # seconds after which the CPU has failed.
         self._computing: Computing | None = None
+        self._is_joined = False
+        self._layer, self._allowed = "", _TIMEOUT
         self._partial = torch.empty(0)
+        # Says to the stream that it is done.
+        self._done: torch.Tensor | None = None
+        self._device = torch.device("cpu")
 
     def begin(self, rows: int) -> bool:
         """A step of so many rows begins: whether the CPU has a part of it."""
@@ -80,18 +93,22 @@ class CpuTail:
         return self._alone is None or self._worth.has_part(rows)
 
     def read(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> OnHost:
-        """Waits for the current stream."""
-        if self._computing is not None:
+        """Waits for the current stream, and first for what it waits for; raises as `finish`."""
+        if self._computing is not None and not self._is_joined:
             # Of a step that has failed: nobody asks for its sum, and it reads the same memory.
             with suppress(Exception):
                 self._computing.wait()
             self._computing = None
+        if self._done is None:
+            self._device = x.device
+            self._done = shared_zeros(1, dtype=torch.int32, device=x.device)
         read = OnHost(
             self._copied("x", x),
             self._copied("weights", topk_weights),
             self._copied("ids", topk_ids),
             x.is_cuda,
         )
+        self.finish()
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()
         before, self._read_at = self._read_at, time.perf_counter()
@@ -118,33 +135,65 @@ class CpuTail:
         on_cpu = np.zeros(len(pending), np.bool_)
         coming = max(ahead - seconds / self._rates.copy, 0.0)
         on_cpu[experts_for_cpu(self._rates, rows, coming)] = True
-        self._expected += float(self._rates.on_cpu(rows[on_cpu]).sum())
+        expected = float(self._rates.on_cpu(rows[on_cpu]).sum())
+        self._expected += expected
+        self._allowed = _TIMEOUT + _SLACK * expected
         return pending[~on_cpu], pending[on_cpu]
 
-    def start(self, cpu: LaneBeside, step: OnHost, expert_map: npt.NDArray[np.int32]) -> None:
+    def start(
+        self, layer: str, cpu: LaneBeside, step: OnHost, expert_map: npt.NDArray[np.int32]
+    ) -> None:
         """Begin to compute the CPU's experts.
 
-        cpu: the lane over host memory; expert_map: int32 [E + 1], expert -> expert for those it
-        computes, else -1.
+        layer: what errors call it; cpu: the lane over host memory; expert_map: int32 [E + 1],
+        expert -> expert for those it computes, else -1.
         """
+        assert self._done is not None, "read comes first"
+        self._done.zero_()
+        self._layer, self._is_joined = layer, False
         self._partial = self._staging("partial", step.x.shape, torch.float32, step.is_staged)
         self._computing = cpu.begin(
             *(step.x, step.topk_weights, step.topk_ids),
-            *(torch.from_numpy(expert_map), self._partial),
+            *(torch.from_numpy(expert_map), self._partial, self._done),
         )
 
-    def add(self, out: torch.Tensor) -> torch.Tensor:
-        """`out`, whose computation is under way, and what `start` has begun, which this waits for.
+    def add(self, out: torch.Tensor, is_last: bool) -> torch.Tensor:
+        """`out`, whose computation is under way, and what `start` has begun.
 
-        Float32, in `out` itself where that is. Raises what computing has raised.
+        Float32, in `out` itself where that is. The stream waits for the CPU, and the host only
+        where no other layer follows: else that one's `read` does, so that what comes between them
+        is launched by then. Raises as `finish`.
         """
-        assert self._computing is not None, "start comes first"
-        computing, self._computing = self._computing, None
-        self._taken += computing.wait()
-        self._correct()
+        assert self._computing is not None and self._done is not None, "start comes first"
         total = out.to(torch.float32)
+        if is_last:
+            self.finish()
+        else:
+            wait_for_word(self._done, 1, self._device)
+            self._is_joined = True
         add_mapped(total, self._partial)
         return total
+
+    def finish(self) -> None:
+        """Return when nothing is computed; to be called before the output of a step is used.
+
+        Raises CpuLaneError where the CPU has failed, or does not end.
+        """
+        if self._computing is None:
+            return
+        computing, self._computing = self._computing, None
+        try:
+            self._taken += computing.wait(self._allowed)
+        except Exception as error:
+            if isinstance(error, TimeoutError):
+                computing.abandon()
+                assert self._done is not None
+                self._done.fill_(1)  # lets the stream go, whose work nobody will use
+            raise CpuLaneError(
+                f"{self._layer}: the CPU's part of a streamed step has failed: {error}. The step "
+                "has no output: restart the engine"
+            ) from error
+        self._correct()
 
     def _correct(self) -> None:
         """Let the CPU's rate be what it has shown, once that says something."""
