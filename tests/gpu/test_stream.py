@@ -1,4 +1,4 @@
-"""Layers through buffers on a GPU, however late the copies or the kernels are.
+"""Layers through buffers on a GPU, however late the copies, the kernels or the CPU are.
 
 Where a buffer holds a whole layer these are stock's own bits, and in waves another order of its
 sums.
@@ -6,6 +6,8 @@ sums.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,10 +33,12 @@ from tests.gpu.test_sameness import SIZES
 from tests.stream.buffers import poison_buffers
 from vllm_moe_offload import moe_offload_args
 from vllm_moe_offload.device.copies import CopyStream, Mark
+from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.integration.formats import FormatLane
-from vllm_moe_offload.lanes import OffloadedLayer
+from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import CpuTail
+from vllm_moe_offload.stream import tail as tail_module
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,8 +164,39 @@ def test_without_the_marks_it_is_noticed(
     assert not are_stocks(llm, run(llm), expected)
 
 
+class LateRun:
+    """What the CPU computes is in its place, and said to be there, a while later; NaN before."""
+
+    def __init__(self, run: Any, partial: torch.Tensor, out: torch.Tensor, done: torch.Tensor):
+        self._run, self._partial, self._out, self._done = run, partial, out, done
+        self._thread = threading.Thread(target=self._end)
+        self._thread.start()
+
+    def _end(self) -> None:
+        self._seconds = self._run.wait()
+        time.sleep(0.03)
+        self._out.copy_(self._partial)
+        self._done.fill_(1)
+
+    def wait(self, timeout: float | None = None) -> float:
+        self._thread.join(timeout)
+        return self._seconds
+
+
+def let_the_cpu_be_late(patch: pytest.MonkeyPatch) -> None:
+    begin = EngineLane.begin
+
+    def late(self: EngineLane, *given: torch.Tensor) -> LateRun:
+        *given, out, done = given
+        partial = torch.empty(out.shape)
+        run = begin(self, *given, partial, torch.zeros(1, dtype=torch.int32))
+        return LateRun(run, partial, out.fill_(float("nan")), done)
+
+    patch.setattr(EngineLane, "begin", late)
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("delay", [*DELAYS, "the CPU is late"])
 @pytest.mark.parametrize("cpu", [0.0, 1.0, 1e6])
 def test_some_experts_on_the_cpu(
     cpu: float, delay: str, running: tuple, monkeypatch: pytest.MonkeyPatch
@@ -170,7 +205,7 @@ def test_some_experts_on_the_cpu(
     kind, llm = running
     expected = stock(llm)
     poison(llm)
-    DELAYS[delay](monkeypatch)
+    DELAYS.get(delay, let_the_cpu_be_late)(monkeypatch)
     streamer = layers(llm)[0]._streamed.streamer
     monkeypatch.setattr(streamer, "tail", CpuTail(TailRates(1.0, cpu, 0.0)))
     worst = max(
@@ -181,6 +216,52 @@ def test_some_experts_on_the_cpu(
     assert (done["cpu_experts"] > 0) == (cpu < 1e6)
     # The kernels of FP8 quantise activations, the engine does not.
     assert worst <= (ROUNDING if kind == "bf16" else FLOOR["fp8_block"])
+
+
+@torch.inference_mode()
+def test_without_the_wait_for_the_cpu_it_is_noticed(
+    running: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, llm = running
+    let_the_cpu_be_late(monkeypatch)
+    streamer = layers(llm)[0]._streamed.streamer
+    monkeypatch.setattr(streamer, "tail", CpuTail(TailRates(1.0, 0.0, 0.0)))
+    monkeypatch.setattr(tail_module, "wait_for_word", lambda *_: None)
+    assert any(output.isnan().any() for output in run(llm))
+    streamer.check()
+
+
+class Stalled:
+    """A computation that does not end."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def wait(self, timeout: float) -> float:
+        raise TimeoutError(f"not in {timeout} s")
+
+    def abandon(self) -> None:
+        pass
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_cpu_that_does_not_end_ends_the_step(
+    number: int, running: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream that waits for it is let go, and the next step is right."""
+    _, llm = running
+    expected = stock(llm)
+    layer = layers(llm)[number]
+    streamer = layer._streamed.streamer
+    with monkeypatch.context() as patch:
+        patch.setattr(streamer, "tail", CpuTail(TailRates(1.0, 0.0, 0.0)))
+        patch.setattr(EngineLane, "begin", Stalled)
+        with pytest.raises(CpuLaneError, match=r"layers\.\d"):
+            layer.forward(*draw(200, 1))
+            streamer.check()
+        torch.cuda.synchronize()
+    assert are_stocks(llm, run(llm), expected)
 
 
 @torch.inference_mode()
