@@ -141,16 +141,26 @@ class Signal {
 };
 
 // A call that goes on in a thread of its own, which never needs the GIL. Its end is waited for by
-// whoever lets go of it last, unless it was abandoned.
+// whoever lets go of it last, unless it was abandoned. It owns what it uses: Python's collector of
+// cycles clears objects in any order, and does not see these.
 class Running {
  public:
-  Running(std::shared_ptr<const moe::Plan> plan, const Call& call, Address done)
-      : seconds_(std::async(std::launch::async, [plan = std::move(plan), call, done] {
+  Running(std::shared_ptr<const moe::Plan> plan, const Call& call, Address done, nb::object used)
+      : used_(std::move(used)),
+        seconds_(std::async(std::launch::async, [plan = std::move(plan), call, done] {
           const Signal signal(pointer<uint32_t>(done));
           const auto began = std::chrono::steady_clock::now();
           plan->run(call.job, call.routing);
           return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
         })) {}
+
+  Running(const Running&) = delete;
+  Running& operator=(const Running&) = delete;
+  ~Running() {
+    if (!seconds_.valid()) return;
+    const nb::gil_scoped_release unlocked;
+    seconds_.wait();
+  }
 
   // The seconds it took; nothing where it goes on after `timeout` seconds, which are without end
   // below 0. Throws what the call has thrown; may be asked again.
@@ -163,9 +173,13 @@ class Running {
   }
 
   // Nobody waits for its end any more: what it uses is never freed.
-  void abandon() const { new std::shared_future<double>(seconds_); }
+  void abandon() {
+    new std::shared_future<double>(std::move(seconds_));
+    used_.release();
+  }
 
  private:
+  nb::object used_;
   std::shared_future<double> seconds_;
 };
 
@@ -255,10 +269,10 @@ NB_MODULE(_engine, m) {
           "call"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "start",
-          [](std::shared_ptr<moe::Plan> plan, const Call& call, Address done) {
-            return std::make_shared<Running>(std::move(plan), call, done);
+          [](std::shared_ptr<moe::Plan> plan, const Call& call, Address done, nb::object used) {
+            return std::make_shared<Running>(std::move(plan), call, done, std::move(used));
           },
-          "call"_a, "done"_a);
+          "call"_a, "done"_a, "used"_a);
 
   nb::class_<Call>(m, "Call").def(nb::new_(&make_call), "plan"_a, "x"_a, "ids"_a, "weights"_a,
                                   "tokens"_a, "top_k"_a, "map"_a, "map_size"_a, "out"_a,

@@ -128,6 +128,15 @@ def test_a_sum_is_added_where_it_lies(shape: tuple[int, ...]) -> None:
     assert torch.equal(around, before)
 
 
+def test_a_sum_of_other_shapes_or_with_gaps_is_refused() -> None:
+    for total, addend in (
+        (torch.zeros(4), torch.zeros(5)),
+        (torch.zeros(4, 4)[:, :2], torch.zeros(4, 2)),
+    ):
+        with pytest.raises(ValueError, match="contiguous"):
+            add_mapped(total, addend)
+
+
 def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "available_memory", lambda: 1 << 20)
     with pytest.raises(

@@ -223,6 +223,53 @@ def test_a_started_run_that_is_let_go_of_has_ended(
     assert not run and out.isfinite().all()
 
 
+# Started, and let go of by the collector of cycles with the tensors that it uses.
+_COLLECT_DURING_RUN = """
+import gc, sys, torch
+from tests.engine.shards import make_spec, random_batch, random_shard
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Format
+from vllm_moe_offload.host.pages import map_pages
+
+generator = torch.Generator().manual_seed(0)
+spec = make_spec(512, 512, Format.FP32)
+
+class Layer:
+    pass
+
+def in_pages(tensor):
+    block = map_pages(tensor.nbytes)
+    mine = torch.frombuffer(block, dtype=torch.uint8, count=tensor.nbytes)
+    return mine.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+layer = Layer()
+layer.cycle = layer
+layer.engine = CpuExpertEngine(1)
+layer.shard = {n: in_pages(t) for n, t in random_shard(spec, 4, generator).items()}
+layer.plan = layer.engine.plan(spec, layer.shard, max_tokens=2048, top_k=2)
+x, ids, weights = random_batch(spec, 2048, 2, (0, 4), generator)
+layer.x, layer.out = in_pages(x), in_pages(torch.empty(x.shape))
+layer.run = layer.plan.start(layer.x, ids, weights, layer.out)
+if sys.argv[1:] == ["exit"]:
+    sys.exit()
+del layer
+gc.collect()
+print("collected")
+"""
+
+
+@pytest.mark.parametrize("how", ["collect", "exit"])
+def test_what_a_started_run_uses_outlives_it(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _COLLECT_DURING_RUN, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert how == "exit" or "collected" in done.stdout
+
+
 def test_closed_engine_says_so(generator: torch.Generator) -> None:
     engine = CpuExpertEngine()
     plan = small_plan(engine, generator)

@@ -38,16 +38,29 @@ def test_no_other_choice_ends_sooner(
 def test_the_cpus_part_is_left_out_where_it_does_not_pay_and_tried_again() -> None:
     worth = TailWorth()
     assert all(worth.has_part(rows) for rows in (1, 512, 8192))
-    for rows, share in ((512, 0.6), (8192, 1.2)):
+    for rows, share in ((512, 0.6), (8192, 1.4), (8192, 1.2)):
         worth.took(rows, share)
     assert worth.has_part(512) and worth.has_part(4096), "nothing is known of its size"
     assert [worth.has_part(8000) for _ in range(64)].count(True) == 2
     worth.took(8192, 0.6)
     assert worth.has_part(8192)
-    worth.took(512, 1.3)
+    worth.took(512, 100.0)
     assert worth.has_part(512), "once may be chance"
-    worth.took(512, 1.3)
+    worth.took(512, 100.0)
     assert not worth.has_part(512)
+    for rows in (8192, 512):
+        for _ in range(9):
+            worth.took(rows, 1.05)
+    tried = [[worth.has_part(rows) for rows in (512, 8192)] for _ in range(32)]
+    assert np.sum(tried, 0).tolist() == [1, 1], "each size by itself"
+    assert worth.has_part(0)
+
+
+def test_other_sizes_and_another_cpu_scale_what_an_expert_takes() -> None:
+    rates = TailRates(copy=4.0, cpu=2.0, cpu_row=0.5)
+    assert rates.of(2.0) == TailRates(8.0, 4.0, 1.0)
+    assert rates.with_cpu(0.5) == TailRates(4.0, 4.0, 1.0)
+    assert rates.on_cpu(np.array([1, 4])).tolist() == [2.5, 4.0]
 
 
 def test_fewer_experts_are_left_to_the_cpu_the_more_rows_there_are() -> None:

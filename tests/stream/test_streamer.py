@@ -23,6 +23,7 @@ from vllm_moe_offload.stream import (
     StreamedLayer,
     buffer_bytes,
 )
+from vllm_moe_offload.stream import tail as tail_module
 from vllm_moe_offload.stream.tail import OnHost
 
 CPU = torch.device("cpu")
@@ -215,7 +216,7 @@ def test_what_has_come_before_the_routing_is_known_leaves_more_to_the_bus() -> N
     ids = torch.arange(27)[:, None]
     step, pending = OnHost(ids, ids, ids, is_staged=False), np.arange(9, 27)
     for seconds, on_cpu in ((0.0, 13), (3.0, 12), (9.0, 9), (99.0, 9)):
-        copied, computed = tail.choose(step, pending, 27, 9, seconds)
+        copied, computed = tail.choose(step, pending, 27, 8, 9, seconds)
         assert sorted([*copied, *computed]) == pending.tolist()
         assert len(computed) == on_cpu
 
@@ -240,7 +241,7 @@ def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> Non
     shares = []
     for _ in range(12):
         step = tail.read(torch.zeros(20, 4), torch.ones(20, 1), ids)
-        _, on_cpu = tail.choose(step, np.arange(20), 20, 0, 0.0)
+        _, on_cpu = tail.choose(step, np.arange(20), 20, 8, 0, 0.0)
         shares.append(len(on_cpu))
         expert_map = np.full(21, -1, np.int32)
         expert_map[on_cpu] = on_cpu
@@ -257,17 +258,58 @@ def test_a_step_that_copies_would_have_done_sooner_is_copied_next_time(
 ) -> None:
     """A third of what is missing is copied ahead with a part of the CPU's, else all."""
     model = Model(Machine(None), [(9, 0), (9, 0), (9, 0)])
-    model.streamer.tail = LateTail(model.machine, TailRates(1.0, 0.0, 0.0), alone=alone)
-    model.streamer.begin(512)
-    assert model.streamer.copies.copied == 3
-    model.run(range(3))
+    tail = model.streamer.tail = LateTail(model.machine, TailRates(1.0, 0.0, 0.0), alone=alone)
+    for _ in range(2):  # one slow step may be chance
+        before = model.streamer.copies.copied
+        model.streamer.begin(512)
+        assert model.streamer.copies.copied - before == 3
+        model.run(range(3))
+    read = tail.read
     for rows, ahead in ((512, copied), (4096, 3)):
         before = model.streamer.copies.copied
         model.streamer.begin(rows)
         assert model.streamer.copies.copied - before == ahead
         computed = model.computed
+        tail.read = read if ahead == 3 else None  # nothing is waited for
         model.run(range(3))
         assert (model.computed > computed) == (ahead == 3)
+    model.run(range(3))
+    assert tail._rows == 4, "a step that was not begun is as long as it is"
+
+
+def test_what_a_step_took_is_from_one_routing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a share of copying all that the layers between lacked, of whatever sizes."""
+    clock, told = 0.0, []
+    monkeypatch.setattr(tail_module.time, "perf_counter", lambda: clock)
+    tail = CpuTail(TailRates(1.0, 0.0, 0.0), alone=2.0, expert_bytes=8)
+    tail._worth.took = lambda *given: told.append(given)
+    ids = torch.arange(20, dtype=torch.int32)[:, None]
+
+    def layer(at: float, pending: int, ahead: int, expert_bytes: int = 8) -> None:
+        nonlocal clock
+        clock = at
+        step = tail.read(torch.zeros(20, 4), torch.ones(20, 1), ids)
+        tail.choose(step, np.arange(pending), 20, expert_bytes, ahead, 0.0)
+
+    for rows in (512, 64):
+        assert tail.begin(rows)
+        layer(10.0, 3, 6)
+        layer(20.0, 4, 0, 16)
+        layer(24.0, 5, 5)
+    tail.begin(1)
+    tail.begin(1)
+    share = (10 + 4) / (2 * 9 + 2 * 2 * 4)
+    assert told == [(512, share), (64, share)], "the last layer's end is not seen"
+
+
+def test_a_cpu_that_was_disturbed_once_is_believed_again() -> None:
+    tail = CpuTail(TailRates(1e-3, 1e-3, 0.0), corrects=True)
+    tail._level = 0.25
+    tail._rates = tail._measured.with_cpu(0.25)
+    ids = torch.arange(3, dtype=torch.int32)[:, None]
+    step = tail.read(torch.zeros(3, 4), torch.ones(3, 1), ids)
+    given = [len(tail.choose(step, np.arange(3), 3, 8, 0, 0.0)[1]) for _ in range(60)]
+    assert given[0] == 0 and given[-1] == 1
 
 
 @pytest.mark.parametrize("delay", DELAYS)
@@ -279,7 +321,7 @@ def test_it_is_told_how_long_copies_ahead_have_been_under_way(delay: str) -> Non
     choose = model.streamer.tail.choose
 
     def listen(*given: Any) -> Any:
-        told.append(given[3:])
+        told.append(given[4:])
         return choose(*given)
 
     model.streamer.tail.choose = listen

@@ -85,6 +85,11 @@ def add_mapped(total: torch.Tensor, addend: torch.Tensor) -> None:
     total: contiguous float32 of any shape; addend: the same in host memory, page-locked where
     `total` is on the GPU.
     """
+    if total.shape != addend.shape or not (total.is_contiguous() and addend.is_contiguous()):
+        raise ValueError(
+            f"a sum of {tuple(total.shape)} and {tuple(addend.shape)}: give contiguous tensors of "
+            "one shape"
+        )
     if not total.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         total.add_(addend)
         return

@@ -118,9 +118,10 @@ class ExpertPlan:
         when the sum is in `out`, or the computation has failed.
 
         Raises:
-            ValueError: A tensor is not as `run` describes. What numbers are out of range raises
-                from `ExpertRun.wait`.
-            RuntimeError: As `run`.
+            ValueError: A tensor is not as `run` describes.
+            RuntimeError: The engine is closed.
+
+        What else `run` raises `ExpertRun.wait` does.
         """
         held = self.open()
         given = x, topk_ids, topk_weights, out, expert_map
@@ -129,10 +130,10 @@ class ExpertPlan:
         call = self._call(held[0], *given, False, None)
         if call is not None:
             address = 0 if done is None else done.data_ptr()
-            return ExpertRun(held[0].start(call, address), (held, given, done))
+            return ExpertRun(held[0].start(call, address, (held, given, done)))
         if done is not None:
             done.fill_(1)
-        return ExpertRun(None, ())
+        return ExpertRun(None)
 
     def _call(
         self,
@@ -209,19 +210,14 @@ class ExpertPlan:
         self._native = None
 
 
-# Runs that nobody waits for, with what they use.
-_abandoned: list[ExpertRun] = []
-
-
 class ExpertRun:
     """A computation that goes on by itself; made by `ExpertPlan.start`.
 
     Whoever lets go of it waits for its end, unless by `abandon`.
     """
 
-    def __init__(self, running: _engine.Running | None, used: object) -> None:
+    def __init__(self, running: _engine.Running | None) -> None:
         self._running = running
-        self._used = used
 
     def wait(self, timeout: float | None = None) -> float:
         """Return when it is done: the seconds it took. May be asked again.
@@ -237,9 +233,9 @@ class ExpertRun:
 
     def abandon(self) -> None:
         """It does not end: let go of it without waiting. What it uses is never freed."""
-        if self._running is not None:
-            self._running.abandon()
-            _abandoned.append(self)
+        running, self._running = self._running, None
+        if running is not None:
+            running.abandon()
 
 
 def batch_size(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[int, int]:

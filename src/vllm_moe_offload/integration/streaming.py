@@ -116,7 +116,7 @@ class Streaming:
         if rates is not None:
             tail = self._tail_rates(cpu[name], step(name, 1), seconds / layer.num_experts, rates)
             alone = seconds / layer.num_experts if self._corrects else None
-            self._streamer.tail = CpuTail(tail, self._corrects, alone)
+            self._streamer.tail = CpuTail(tail, self._corrects, alone, layer.layout.nbytes)
             for other in both:
                 check(other)
             seconds = self._seconds(layer, tried, 0)

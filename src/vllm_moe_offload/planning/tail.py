@@ -10,6 +10,10 @@ import numpy.typing as npt
 
 # A step that would not have the CPU's part has it when so many of its size have passed.
 _AGAIN = 32
+# What is believed before there was a step of a size, and the most that one step says: so one that
+# was disturbed changes nothing, and two that were as slow do.
+_BELIEVED = 0.6
+_MOST = 1.3
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class TailRates:
     def on_cpu(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
         """What the CPU takes for experts of so many rows each: float64, as `rows`."""
         return self.cpu + self.cpu_row * rows.astype(np.float64)
+
+    def of(self, size: float) -> TailRates:
+        """The same for experts that have `size` times as many bytes."""
+        return TailRates(self.copy * size, self.cpu * size, self.cpu_row * size)
 
     def with_cpu(self, level: float) -> TailRates:
         """The same with a CPU that is `level` times as fast."""
@@ -52,7 +60,7 @@ class TailWorth:
         Now and then one has it that would not: the machine may have become another.
         """
         size = _size(rows)
-        if self._shares.get(size, 0.0) < 1.0:
+        if self._shares.get(size, _BELIEVED) < 1.0:
             return True
         self._skipped[size] = (self._skipped.get(size, 0) + 1) % _AGAIN
         return self._skipped[size] == 0
@@ -60,8 +68,8 @@ class TailWorth:
     def took(self, rows: int, share: float) -> None:
         """A step with it took `share` of what copying every expert would have taken."""
         size = _size(rows)
-        before = self._shares.get(size, share)
-        self._shares[size] = (before + share) / 2
+        before = self._shares.get(size, _BELIEVED)
+        self._shares[size] = (before + min(share, _MOST)) / 2
 
 
 def _size(rows: int) -> int:

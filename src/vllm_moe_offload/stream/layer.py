@@ -79,6 +79,11 @@ class StreamedLayer:
         return next(iter(self.buffers[0].tensors.values())).shape[0]
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(tensor.nbytes // self.num_experts for tensor in self.host.values())
+
+    @property
     def is_whole(self) -> bool:
         """Whether that is every expert of the layer."""
         return self.size == self.num_experts

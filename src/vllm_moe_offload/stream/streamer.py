@@ -188,7 +188,8 @@ class LayerStreamer:
             self._ahead.stop()
             step = tail.read(x, topk_weights, topk_ids)
             rest, on_cpu = tail.choose(
-                step, rest, layer.num_experts, len(ahead), self._seconds_ahead()
+                *(step, rest, layer.num_experts, layer.expert_bytes),
+                *(len(ahead), self._seconds_ahead()),
             )
             if len(on_cpu):
                 tail.start(layer.name, layer.cpu, step, _map_of(on_cpu, layer.num_experts))

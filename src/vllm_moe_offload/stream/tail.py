@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # Seconds after which the CPU has failed: these, and so many times what it was expected to take.
 _TIMEOUT = 3.0
 _SLACK = 10.0
+# As an exponent of how far the CPU's rate is from what was measured.
+_FORGET = 0.97
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,26 @@ class CpuTail:
         corrects: Whether the CPU's rate follows what its computations take.
         alone: Seconds an expert takes where all are copied; a step of a size for which that has
             shown to be quicker is without the CPU. None: none is.
+        expert_bytes: Of an expert that takes so long; others take as many times that as they have
+            bytes. None: they are all alike.
     """
 
     def __init__(
-        self, rates: TailRates, corrects: bool = False, alone: float | None = None
+        self,
+        rates: TailRates,
+        corrects: bool = False,
+        alone: float | None = None,
+        expert_bytes: int | None = None,
     ) -> None:
         self._measured = self._rates = rates
+        self._expert_bytes = expert_bytes
         self._corrects = corrects
         self._alone = alone
         self._worth = TailWorth()
-        # Of the step under way: its rows; the experts that its last layer lacked; when the routing
-        # of that was read; the seconds from each reading to the next, and what copying those
-        # layers' experts would have taken.
-        self._rows = self._missing = 0
+        # Of the step under way: its rows; what its last layer lacked, in experts of those bytes;
+        # when the routing of that was read; the seconds from each reading to the next, and what
+        # copying those layers' experts would have taken.
+        self._rows, self._missing = 0, 0.0
         self._read_at: float | None = None
         self._passed = self._by_copies = 0.0
         # How many times as fast as it was measured the CPU is; what its computations were expected
@@ -74,11 +83,10 @@ class CpuTail:
         self._level = 1.0
         self._expected = self._taken = 0.0
         self._staged: dict[str, torch.Tensor] = {}
-        # What is computed now, whether the stream waits for it already, whose it is, and the
-        # seconds after which the CPU has failed.
+        # What is computed now, whose it is, the seconds it is expected to take, and whether the
+        # stream waits for it already.
         self._computing: Computing | None = None
-        self._is_joined = False
-        self._layer, self._allowed = "", _TIMEOUT
+        self._layer, self._promised, self._is_joined = "", 0.0, False
         self._partial = torch.empty(0)
         # Says to the stream that it is done.
         self._done: torch.Tensor | None = None
@@ -122,6 +130,7 @@ class CpuTail:
         step: OnHost,
         pending: npt.NDArray[np.int64],
         num_experts: int,
+        expert_bytes: int,
         ahead: int,
         seconds: float,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -129,15 +138,17 @@ class CpuTail:
 
         ahead: how many are being copied already, and `seconds` since when.
         """
-        self._missing = ahead + len(pending)
+        size = expert_bytes / (self._expert_bytes or expert_bytes)
+        rates = self._rates.of(size)
+        self._missing = size * (ahead + len(pending))
         rows = np.bincount(step.topk_ids.numpy().ravel(), minlength=num_experts)[pending]
         pending, rows = pending[rows > 0], rows[rows > 0]
         on_cpu = np.zeros(len(pending), np.bool_)
-        coming = max(ahead - seconds / self._rates.copy, 0.0)
-        on_cpu[experts_for_cpu(self._rates, rows, coming)] = True
-        expected = float(self._rates.on_cpu(rows[on_cpu]).sum())
-        self._expected += expected
-        self._allowed = _TIMEOUT + _SLACK * expected
+        coming = max(ahead - seconds / rates.copy, 0.0)
+        on_cpu[experts_for_cpu(rates, rows, coming)] = True
+        self._promised = float(rates.on_cpu(rows[on_cpu]).sum())
+        if not on_cpu.any():
+            self._forget()
         return pending[~on_cpu], pending[on_cpu]
 
     def start(
@@ -165,7 +176,7 @@ class CpuTail:
         is launched by then. Raises as `finish`.
         """
         assert self._computing is not None and self._done is not None, "start comes first"
-        total = out.to(torch.float32)
+        total = out.to(torch.float32).contiguous()
         if is_last:
             self.finish()
         else:
@@ -183,7 +194,7 @@ class CpuTail:
             return
         computing, self._computing = self._computing, None
         try:
-            self._taken += computing.wait(self._allowed)
+            self._taken += computing.wait(_TIMEOUT + _SLACK * self._promised)
         except Exception as error:
             if isinstance(error, TimeoutError):
                 computing.abandon()
@@ -193,6 +204,7 @@ class CpuTail:
                 f"{self._layer}: the CPU's part of a streamed step has failed: {error}. The step "
                 "has no output: restart the engine"
             ) from error
+        self._expected += self._promised
         self._correct()
 
     def _correct(self) -> None:
@@ -202,6 +214,11 @@ class CpuTail:
         self._level = corrected_level(self._level, self._expected, self._taken)
         self._rates = self._measured.with_cpu(self._level)
         self._expected = self._taken = 0.0
+
+    def _forget(self) -> None:
+        """A CPU that is given nothing shows nothing: it is believed a little more each time."""
+        self._level **= _FORGET
+        self._rates = self._measured.with_cpu(self._level)
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cuda:
