@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.common import MIN_REPEATS, summary
+from bench.common import MIN_REPEATS, SIMULATED, SWITCHING, summary
 
 _GIB = 2**30
 # Tells vLLM, and our plugin when it is loaded, to impose a routing.
@@ -108,8 +108,8 @@ class Child:
         if not sys.stdin.readline():  # its turn
             return  # the runner has ended
         for cell in self.order["cells"]:
-            if cell.get("routing") not in (None, "model"):
-                llm.collective_rpc("moe_offload_routing", args=(cell["routing"],))
+            if cell.get("routing") not in (None, "model", SWITCHING):
+                _route(llm, cell["routing"])
             if "batch" in cell:
                 self._decode(llm, cell)
             else:
@@ -117,17 +117,27 @@ class Child:
 
     def _decode(self, llm: Any, cell: dict[str, Any]) -> None:
         """Steps of a full batch after its prefill; their number follows from how long they take."""
-        budget = self.order["seconds"]
+        turns = SIMULATED if cell["routing"] == SWITCHING else ()
+        budget = self.order["seconds"] / max(len(turns), 1)
         calibration = Requests(llm, cell["batch"], PROMPT, 5)
         calibration.advance(2)
         step = calibration.advance(2) / 2
         calibration.finish()
         chunk = max(1, min(_CHUNK, int(budget * 0.6 / REPEATS / step)))
         warm = max(4, min(_WARM, int(budget * 0.4 / step)))
-        requests = Requests(llm, cell["batch"], PROMPT, 1 + warm + REPEATS * chunk + 1)
+        timed = REPEATS * chunk * max(len(turns), 1)
+        requests = Requests(llm, cell["batch"], PROMPT, 1 + warm + timed + 1)
+
+        def step_ms() -> float:
+            seconds = [requests.advance(chunk)] if not turns else []
+            for routing in turns:
+                _route(llm, routing, goes_on=True)
+                seconds.append(requests.advance(chunk))
+            return 1e3 * sum(seconds) / len(seconds) / chunk
+
         requests.advance(1 + warm)
         self._reset(llm)
-        times = [requests.advance(chunk) / chunk * 1e3 for _ in range(REPEATS)]
+        times = [step_ms() for _ in range(REPEATS)]
         hits = self._hit_percent(llm)
         requests.finish()
         self.emit("step_ms", "ms", summary(times), **cell)
@@ -186,6 +196,11 @@ class Child:
                 raise _Loaded
 
         WorkerWrapperBase.load_model = load_model
+
+
+def _route(llm: Any, routing: str, goes_on: bool = False) -> None:
+    """Impose a simulated routing from the next step on: from its beginning, or where it is now."""
+    llm.collective_rpc("moe_offload_routing", args=(routing, goes_on))
 
 
 def forget_model(worker: Any) -> None:

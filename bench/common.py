@@ -22,6 +22,9 @@ Row = dict[str, Any]
 
 ROOT = Path(__file__).parents[1]
 MIN_REPEATS = 5
+# Routings that are imposed on a model, and both in turns, for decode steps.
+SIMULATED = ("uniform", "local")
+SWITCHING = "switching"
 # Every row has these; null where one does not apply.
 KEYS = (
     *("bench", "run", "commit", "date", "card", "host_cpu", "vllm", "torch"),

@@ -3,8 +3,9 @@
     python -m bench.decode --layers 24 --batches 1,8,32 --routing uniform,local --json FILE
 
 The same method for every contestant: a batch is prefilled in one step, caches are filled by up to
-64 steps, then seven times the mean of up to 16 steps is taken. ``--tokens 512,4096`` measures
-prefills too, as `bench.prefill` does, in the same engines: starting them takes most of the time.
+64 steps, then seven times the mean of up to 16 steps is taken (of ``--routing switching`` of as
+many under each simulated routing, one after the other). ``--tokens 512,4096`` measures prefills
+too, as `bench.prefill` does, in the same engines: starting them takes most of the time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 
 from bench import latency, runner
+from bench.common import SIMULATED, SWITCHING
 from bench.runner import Cell
 
 
@@ -21,14 +23,15 @@ def main() -> None:
     )
     runner.arguments(parser)
     parser.add_argument("--batches", type=runner.numbers, default=[1, 8, 32])
-    parser.add_argument("--routing", type=runner.routings, default=["uniform", "local"])
+    parser.add_argument("--routing", type=runner.step_routings, default=["uniform", "local"])
     parser.add_argument("--tokens", type=runner.numbers, default=[], help="prefills, if any")
     parser.add_argument(
         "--chunk", type=runner.number, default=8192, help="tokens of a step, at most"
     )
     options = parser.parse_args()
     cells = [Cell(r, batch=b) for r in options.routing for b in options.batches]
-    cells += [Cell(options.routing[0], tokens=t) for t in options.tokens]
+    routing = options.routing[0] if options.routing[0] != SWITCHING else SIMULATED[0]
+    cells += [Cell(routing, tokens=t) for t in options.tokens]
     latency.run("decode", options, cells)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from bench import floors, report, runner
 from bench.child import PROMPT
-from bench.runner import SIMULATED, Cell, Session
+from bench.common import SIMULATED, SWITCHING
+from bench.runner import Cell, Session
 
 _REST = 16  # tokens of room that a prompt leaves
 
@@ -53,11 +54,15 @@ def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
             both_gb_per_s=both,
             gpu_ms=gpu_ms,
         )
-    if cell.routing not in SIMULATED or cell.batch is None:
+    if not cell.is_simulated or cell.batch is None:
         return f"what is missed under routing {cell.routing} is not known beforehand"
-    needed, missed = floors.experts_of_a_step(
-        session.shape, cell.routing, cell.batch, session.slots
-    )
+    # Both by themselves, as often: what a switch costs the slots is not a part of it.
+    turns = SIMULATED if cell.routing == SWITCHING else (cell.routing,)
+    each = [
+        floors.experts_of_a_step(session.shape, routing, cell.batch, session.slots)
+        for routing in turns
+    ]
+    needed, missed = (sum(numbers) / len(turns) for numbers in zip(*each, strict=True))
     return floors.decode_ms(
         session.shape,
         needed=needed,

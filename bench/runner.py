@@ -19,10 +19,9 @@ from typing import Any
 
 from bench import models, rates
 from bench.child import ROUTING_VARIABLE
-from bench.common import ROOT, Row, Run, append
+from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append
 from bench.contestants import OURS, STOCK, make
 
-SIMULATED = ("uniform", "local")
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
 _LEAST = 20.0  # seconds an engine is not started below
 
@@ -115,6 +114,11 @@ def routings(text: str) -> list[str]:
     return _known(text, (*SIMULATED, "model"))
 
 
+def step_routings(text: str) -> list[str]:
+    """As `routings`; ``switching`` is the simulated ones in turns."""
+    return _known(text, (*SIMULATED, SWITCHING, "model"))
+
+
 @dataclass(frozen=True)
 class Cell:
     """What one figure of an engine is measured at."""
@@ -122,6 +126,11 @@ class Cell:
     routing: str
     batch: int | None = None
     tokens: int | None = None
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the routing is imposed."""
+        return self.routing != "model"
 
     @property
     def metric(self) -> str:
@@ -288,8 +297,8 @@ class Session:
         another when all have started. Simulated routings share an engine; the model's own needs one
         without the simulator.
         """
-        simulated = [cell for cell in cells if cell.routing in SIMULATED]
-        for part in (simulated, [cell for cell in cells if cell.routing not in SIMULATED]):
+        simulated = [cell for cell in cells if cell.is_simulated]
+        for part in (simulated, [cell for cell in cells if not cell.is_simulated]):
             for at in range(0, len(names) if part else 0, self._at_once):
                 together = names[at : at + self._at_once]
                 attempts = [
@@ -326,7 +335,8 @@ class Session:
             "stock_offload": contestant.name in ("vllm-uva", "vllm-prefetch"),
             "engine": self.engine() | engine | contestant.engine,
             "cells": [cell.keys() for cell in cells],
-            "routing": cells[0].routing if cells[0].routing in SIMULATED else None,
+            # The first of those that are exchanged while the engine runs.
+            "routing": SIMULATED[0] if cells[0].is_simulated else None,
             "seconds": self.options.seconds,
             "result": str(attempt.result),
         }

@@ -24,9 +24,9 @@ import numpy as np
 
 from bench import models, report, runner
 from bench.child import PROMPT, ROUTING_VARIABLE
-from bench.common import MIN_REPEATS, Row, summary
+from bench.common import MIN_REPEATS, SIMULATED, Row, summary
 from bench.contestants import make
-from bench.runner import SIMULATED, Session
+from bench.runner import Session
 from bench.server import server, stream
 
 METRICS = {

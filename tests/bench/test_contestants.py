@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import floors
+from bench import floors, latency
 from bench.contestants import make, prefetch_arguments, uva_arguments
 from bench.models import FORMATS, MODELS, Shape, write_checkpoint, write_config
+from bench.runner import Cell
 
 QWEN = Shape(layers=24, experts=128, top_k=8, hidden=2048, intermediate=768, expert_bytes=9437184)
 SHAPES = [QWEN, Shape(5, 8, 2, 64, 32, 12288), Shape(48, 128, 8, 2048, 768, 4720896)]
@@ -135,6 +136,21 @@ def test_the_floor_of_a_prefill_is_the_longer_of_gpu_and_copies() -> None:
     assert floors.prefill_ms(QWEN, tokens=4096, chunk=8192, slots=128, **rates) == 0
     chunked = floors.prefill_ms(QWEN, tokens=32768, chunk=8192, slots=26, gpu_ms=40, **rates)
     assert chunked == pytest.approx(4 * moved, rel=1e-6), "every chunk copies anew"
+
+
+def test_the_floor_of_routings_in_turns_is_their_mean() -> None:
+    class Measured:
+        shape, slots = QWEN, 26
+
+        def value(self, contestant: str, metric: str, **keys: object) -> float | None:
+            return 100.0 if metric == "both_gb_per_s" else None
+
+    uniform, local, both = (
+        latency._floor(Measured(), Cell(routing, batch=1), 8192)
+        for routing in ("uniform", "local", "switching")
+    )
+    assert both == pytest.approx((uniform + local) / 2)
+    assert uniform > both > local
 
 
 def test_what_a_step_misses_follows_from_routing_and_slots() -> None:

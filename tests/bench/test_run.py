@@ -53,15 +53,16 @@ def test_decode(model: Path, tmp_path: Path) -> None:
     contestants = "vllm-gpu,cache,vllm-uva,vllm-prefetch,hybrid"
     rows, printed = bench(
         *("decode", model, tmp_path, "--contestants", contestants),
-        *("--batches", "1,3", "--tokens", "40"),
+        *("--batches", "1,3", "--tokens", "40", "--routing", "switching,uniform,local"),
     )
     assert len({row["run"] for row in rows}) == 1
     for name in ("vllm-gpu", "cache"):
         steps = values(rows, contestant=name, metric="step_ms")
-        assert len(steps) == 4 and all(steps)
+        assert len(steps) == 6 and all(steps)
     (alone,) = values(rows, contestant="cache", metric="hit_percent", routing="local", batch=1)
     (chance,) = values(rows, contestant="cache", metric="hit_percent", routing="uniform", batch=1)
-    assert alone is not None and chance is not None and alone > chance
+    (turns,) = values(rows, contestant="cache", metric="hit_percent", routing="switching", batch=1)
+    assert None not in (alone, turns, chance) and alone > turns > chance
     assert {r["slots"] for r in rows if r["contestant"] == "cache"} == {5}
     # On the CPU build vLLM's own offloading is not there, and nothing to share misses with.
     for name, why in (
@@ -70,9 +71,9 @@ def test_decode(model: Path, tmp_path: Path) -> None:
         ("hybrid", "vLLM's CPU build has no bus"),
     ):
         failed = [r for r in rows if r["contestant"] == name and r["metric"] == "step_ms"]
-        assert len(failed) == 4
+        assert len(failed) == 6
         assert all(r["value"] is None and why in r["note"] for r in failed), failed
-    assert len(values(rows, contestant="floor", metric="step_ms")) == 4
+    assert len(values(rows, contestant="floor", metric="step_ms")) == 6
     (prefill,) = [r for r in rows if r["contestant"] == "cache" and r["metric"] == "ttft_ms"]
     assert prefill["value"] and prefill["bench"] == "prefill" and prefill["tokens"] == 40
     assert "ms to the first token" in report.sections([tmp_path / "rows.json"])

@@ -80,6 +80,15 @@ def test_exchanging_the_routing_keeps_the_memory_that_a_graph_reads() -> None:
     np.testing.assert_array_equal(playback.play(4)[1], small("local").play(4)[1])
 
 
+def test_a_routing_that_goes_on_is_where_it_would_have_been() -> None:
+    alone, playback = small("local"), small("uniform")
+    for _ in range(3):
+        alone.play(4)
+        playback.play(4)
+    playback.select("local", goes_on=True)
+    np.testing.assert_array_equal(playback.play(4)[1], alone.play(4)[1])
+
+
 def test_the_kernel_plays_what_the_plain_operations_play() -> None:
     """By Triton's interpreter, in a process of its own since it is switched on at import."""
     pytest.importorskip("triton")

@@ -49,8 +49,8 @@ class Playback:
             self.calls = torch.zeros(1, dtype=torch.int64, device=device)
         self.select(routing)
 
-    def select(self, routing: str) -> None:
-        """Play `routing` from its start; captured graphs read the same memory."""
+    def select(self, routing: str, goes_on: bool = False) -> None:
+        """Play `routing` from its start, or from where it is; graphs read the same memory."""
         table = self._tables.get(routing)
         if table is None:
             table = self._tables[routing] = simulate(
@@ -64,7 +64,8 @@ class Playback:
         with torch.inference_mode(False):
             self.ids.copy_(torch.from_numpy(table.ids).view(self.ids.shape))
             self.weights.copy_(torch.from_numpy(table.weights).view(self.weights.shape))
-            self.calls.zero_()
+            if not goes_on:
+                self.calls.zero_()
 
     def play(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The next layer's routing: weights float32 [T, K] and ids int32 [T, K], both fresh."""

@@ -2,7 +2,7 @@
 
 ``VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform`` or ``local``, with offload or without. While the
 engine runs, ``llm.collective_rpc("moe_offload_routing", args=("local",))`` exchanges one for the
-other and starts it from its first step.
+other and starts it from its first step, or with a second argument of true goes on with the next.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ _library.impl("play_routing", _play, "CompositeExplicitAutograd")  # type: ignor
 torch.library.register_fake("moe_offload::play_routing", _fake, lib=_library)
 
 
-def _select(self: WorkerWrapperBase, routing: str) -> None:
-    """Play `routing` from its start in every layer of this worker; between steps only."""
+def _select(self: WorkerWrapperBase, routing: str, goes_on: bool = False) -> None:
+    """Play `routing` in every layer of this worker, as `Playback.select`; between steps only."""
     layers: dict[str, Any] = self.vllm_config.compilation_config.static_forward_context
     strategy = envs.VLLM_MOE_ROUTING_SIMULATION_STRATEGY
     if routing not in ROUTINGS or strategy not in ROUTINGS or not _simulated(layers):
@@ -133,4 +133,4 @@ def _select(self: WorkerWrapperBase, routing: str) -> None:
     first = next(iter(layers.values()))
     _chosen[first] = routing
     for playback in _playbacks.get(first, {}).values():
-        playback.select(routing)
+        playback.select(routing, goes_on)
