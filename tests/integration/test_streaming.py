@@ -1,0 +1,102 @@
+"""What a worker settles about streamed steps when its layers are there, on the host device."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+
+from tests.engine.shards import random_shard
+from vllm_moe_offload.device import HostDevice
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.errors import CpuLaneError
+from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
+from vllm_moe_offload.integration.selfcheck import random_step
+from vllm_moe_offload.integration.streaming import Streaming
+from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
+from vllm_moe_offload.planning import LaneRates
+from vllm_moe_offload.stream import buffer_bytes
+
+CPU = torch.device("cpu")
+SPEC = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
+EXPERTS, SLOTS, BUFFER, TOP_K = 12, 3, 4, 2
+RATES = LaneRates(fetch=4e9, cpu=8e9, fetch_beside_cpu=2e9, cpu_beside_fetch=4e9)
+
+
+class Settled:
+    """Two layers that are streamed from 9 rows on."""
+
+    def __init__(self, engine: CpuExpertEngine, corrects: bool, rates: LaneRates | None) -> None:
+        nbytes = 2 * buffer_bytes(SPEC.layout, BUFFER)
+        self.streaming = Streaming(8, nbytes, CPU, corrects=corrects)
+        self.checked: list[str] = []
+        self.layers, lanes = {}, {}
+
+        def lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
+            return EngineLane(engine, SPEC, tensors, TOP_K, 64)
+
+        for name in ("layers.0", "layers.1"):
+            host = random_shard(SPEC, EXPERTS, torch.Generator().manual_seed(len(lanes)))
+            layout = ExpertLayout.of(host)
+            lanes[name] = lane(host)
+            layer = OffloadedLayer(
+                *(host, HostDevice(), layout.empty, lane, lanes[name]),
+                num_slots=SLOTS,
+                policy="lfru",
+            )
+
+            def bind(memory):
+                tensors = memory.tensors(layout, BUFFER)  # noqa: B023 - called at once
+                return tensors, lane(tensors)
+
+            self.streaming.add(name, layer, bind)
+            self.layers[name] = layer
+        self.streaming.settle(
+            self.layers,
+            lanes,
+            self.checked.append,
+            lambda name, rows: random_step(EXPERTS, SPEC, TOP_K, rows),
+            rates,
+        )
+        self.tail = self.streaming._streamer.tail
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with CpuExpertEngine(threads=1) as engine:
+        yield engine
+
+
+def test_without_rates_every_expert_is_copied(engine: CpuExpertEngine) -> None:
+    settled = Settled(engine, corrects=True, rates=None)
+    assert settled.tail is None
+    assert settled.checked == ["layers.0", "layers.1"]
+    assert settled.streaming.threshold == 8
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_rates_are_corrected_where_they_may_be(engine: CpuExpertEngine, corrects: bool) -> None:
+    settled = Settled(engine, corrects, RATES)
+    assert settled.checked == 2 * ["layers.0", "layers.1"], "again with the CPU's part"
+    tail = settled.tail
+    assert tail._corrects == corrects
+    assert (tail._alone is not None) == corrects
+    assert tail._expert_bytes == SPEC.layout.nbytes
+    if corrects:
+        # Copied beside the CPU an expert takes twice as long, by the rates.
+        assert tail._measured.copy == pytest.approx(2 * tail._alone)
+
+
+def test_a_failed_cpu_is_told_before_an_output_is_used(engine: CpuExpertEngine) -> None:
+    settled = Settled(engine, corrects=True, rates=RATES)
+
+    class Failed:
+        def wait(self, timeout: float) -> float:
+            raise ValueError("no sum")
+
+    settled.streaming.check()
+    settled.tail._computing, settled.tail._layer = Failed(), "layers.1"
+    with pytest.raises(CpuLaneError, match=r"layers\.1: .* failed: no sum"):
+        settled.streaming.check()
+    settled.streaming.check()
