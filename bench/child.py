@@ -117,23 +117,25 @@ class Child:
 
     def _decode(self, llm: Any, cell: dict[str, Any]) -> None:
         """Steps of a full batch after its prefill; their number follows from how long they take."""
-        turns = SIMULATED if cell["routing"] == SWITCHING else ()
-        budget = self.order["seconds"] / max(len(turns), 1)
+        # None: as it is.
+        turns = SIMULATED if cell["routing"] == SWITCHING else (None,)
+        budget = self.order["seconds"] / len(turns)
         calibration = Requests(llm, cell["batch"], PROMPT, 5)
         calibration.advance(2)
         step = calibration.advance(2) / 2
         calibration.finish()
         chunk = max(1, min(_CHUNK, int(budget * 0.6 / REPEATS / step)))
         warm = max(4, min(_WARM, int(budget * 0.4 / step)))
-        timed = REPEATS * chunk * max(len(turns), 1)
+        timed = REPEATS * chunk * len(turns)
         requests = Requests(llm, cell["batch"], PROMPT, 1 + warm + timed + 1)
 
         def step_ms() -> float:
-            seconds = [requests.advance(chunk)] if not turns else []
+            seconds = 0.0
             for routing in turns:
-                _route(llm, routing, goes_on=True)
-                seconds.append(requests.advance(chunk))
-            return 1e3 * sum(seconds) / len(seconds) / chunk
+                if routing is not None:
+                    _route(llm, routing, goes_on=True)
+                seconds += requests.advance(chunk)
+            return 1e3 * seconds / len(turns) / chunk
 
         requests.advance(1 + warm)
         self._reset(llm)

@@ -171,7 +171,7 @@ def test_what_a_started_run_raises_is_raised_where_it_is_waited_for(
         plan.start(x, ids, weights, torch.empty(1, 1))
     run = plan.start(x, ids + 1000, weights, torch.empty(x.shape))
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"topk_ids|100"):
+        with pytest.raises(ValueError, match=r"topk_ids\[0, 0\] is 100[0-3]"):
             run.wait()
     assert plan.start(x[:0], ids[:0], weights[:0], torch.empty(0, x.shape[1])).wait() == 0.0
 
@@ -225,7 +225,7 @@ def test_a_started_run_that_is_let_go_of_has_ended(
 
 # Started, and let go of by the collector of cycles with the tensors that it uses.
 _COLLECT_DURING_RUN = """
-import gc, sys, torch
+import gc, torch
 from tests.engine.shards import make_spec, random_batch, random_shard
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Format
@@ -250,24 +250,12 @@ layer.plan = layer.engine.plan(spec, layer.shard, max_tokens=2048, top_k=2)
 x, ids, weights = random_batch(spec, 2048, 2, (0, 4), generator)
 layer.x, layer.out = in_pages(x), in_pages(torch.empty(x.shape))
 layer.run = layer.plan.start(layer.x, ids, weights, layer.out)
-if sys.argv[1:] == ["exit"]:
-    sys.exit()
-del layer
-gc.collect()
-print("collected")
 """
 
 
-@pytest.mark.parametrize("how", ["collect", "exit"])
-def test_what_a_started_run_uses_outlives_it(how: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _COLLECT_DURING_RUN, how],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert how == "exit" or "collected" in done.stdout
+@pytest.mark.parametrize("then", ["del layer; gc.collect(); print('collected')", "print('exits')"])
+def test_what_a_started_run_uses_outlives_it(then: str) -> None:
+    assert printed_by(_COLLECT_DURING_RUN + then, 120).strip() in ("collected", "exits")
 
 
 def test_closed_engine_says_so(generator: torch.Generator) -> None:

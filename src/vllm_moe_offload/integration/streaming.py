@@ -114,9 +114,13 @@ class Streaming:
         tried = step(name, TRIED_ROWS)
         seconds = self._seconds(layer, tried, 0)
         if rates is not None:
-            tail = self._tail_rates(cpu[name], step(name, 1), seconds / layer.num_experts, rates)
-            alone = seconds / layer.num_experts if self._corrects else None
-            self._streamer.tail = CpuTail(tail, self._corrects, alone, layer.layout.nbytes)
+            alone = seconds / layer.num_experts
+            self._streamer.tail = CpuTail(
+                self._tail_rates(cpu[name], step(name, 1), alone, rates),
+                self._corrects,
+                alone if self._corrects else None,
+                layer.layout.nbytes,
+            )
             for other in both:
                 check(other)
             seconds = self._seconds(layer, tried, 0)

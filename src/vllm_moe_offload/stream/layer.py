@@ -72,16 +72,12 @@ class StreamedLayer:
     cpu: LaneBeside
     in_slots: Callable[[], InSlots]
     num_experts: int
+    expert_bytes: int
 
     @property
     def size(self) -> int:
         """B: how many experts each buffer holds."""
         return next(iter(self.buffers[0].tensors.values())).shape[0]
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert."""
-        return sum(tensor.nbytes // self.num_experts for tensor in self.host.values())
 
     @property
     def is_whole(self) -> bool:

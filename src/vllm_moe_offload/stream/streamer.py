@@ -36,6 +36,7 @@ import torch
 
 from vllm_moe_offload.device.copies import CopyStream, Mark, Pairs, copy, sendable
 from vllm_moe_offload.device.streams import Stopwatch
+from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.stream.layer import (
     InBuffer,
     InSlots,
@@ -133,7 +134,9 @@ class LayerStreamer:
         num_experts = next(iter(host.values())).shape[0]
         first, second = (_in_buffer(*buffer, num_experts) for buffer in buffers)
         layer = StreamedLayer(
-            self, self.num_layers, name, host, (first, second), cpu, in_slots, num_experts
+            *(self, self.num_layers, name, host, (first, second), cpu, in_slots),
+            num_experts=num_experts,
+            expert_bytes=ExpertLayout.of(host).nbytes,
         )
         self._layers.append(layer)
         return layer
