@@ -149,6 +149,7 @@ class Running {
       : used_(std::move(used)),
         seconds_(std::async(std::launch::async, [plan = std::move(plan), call, done] {
           const Signal signal(pointer<uint32_t>(done));
+          plan->engine().pool().pin_caller();
           const auto began = std::chrono::steady_clock::now();
           plan->run(call.job, call.routing);
           return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
@@ -270,6 +271,7 @@ NB_MODULE(_engine, m) {
       .def(
           "start",
           [](std::shared_ptr<moe::Plan> plan, const Call& call, Address done, nb::object used) {
+            plan->engine().pool().leave_cores();
             return std::make_shared<Running>(std::move(plan), call, done, std::move(used));
           },
           "call"_a, "done"_a, "used"_a);

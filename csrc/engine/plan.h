@@ -48,6 +48,7 @@ class Engine {
   int threads() const { return pool_->threads(); }
   const Isa& isa() const { return isa_; }
   Pool& pool() { return *pool_; }
+  const Pool& pool() const { return *pool_; }
   // Of the last call of any plan.
   PhaseSeconds phase_seconds();
 

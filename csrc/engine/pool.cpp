@@ -124,6 +124,19 @@ void Pool::leave_workers_core() const {
   run_on(allowed);
 }
 
+void Pool::leave_cores() const {
+  const auto is_ours = [this](int cpu) { return cpu == first_cpu_ || has(worker_cpus_, cpu); };
+  if (!is_ours(sched_getcpu())) return;
+  const std::vector<int> allowed = callers_cpus();
+  std::vector<int> others;
+  for (const int cpu : allowed) {
+    if (!is_ours(cpu)) others.push_back(cpu);
+  }
+  if (others.empty()) return;
+  run_on(others);
+  run_on(allowed);
+}
+
 void Pool::run(const Phase* phases, int count, const void* context) {
   require_usable();
   if (count > kMaxPhases) throw std::logic_error("too many phases for one run of the pool");

@@ -50,6 +50,10 @@ class Pool {
   // Pins the calling thread to the core left to the caller: for a thread that does little else.
   void pin_caller() const;
 
+  // Moves the calling thread off the pool's cores, if it may run on others: for one that has work
+  // of its own while another one's call runs, in which all threads wait for the slowest.
+  void leave_cores() const;
+
   // How long phase `i` of the last call took; to be asked with the mutex held.
   double phase_seconds(int i) const {
     const auto at = static_cast<size_t>(i);

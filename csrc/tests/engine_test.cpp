@@ -1,6 +1,8 @@
 // The engine without Python, to be run under sanitizers: every instruction set against the scalar
 // one, weights and operands that end where a page does (reading on is a fault), two callers at
 // once, errors; and the doorbell (doorbell_test.cpp).
+#include <sched.h>
+
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -57,6 +59,13 @@ void test_nodes(const Case& c) {
   }
 }
 
+void pin_to(const std::vector<int>& cpus) {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  for (const int cpu : cpus) CPU_SET(static_cast<size_t>(cpu), &mask);
+  expect(sched_setaffinity(0, sizeof(mask), &mask) == 0, "affinity");
+}
+
 void test_two_callers(const Case& c) {
   const Shard shard(c, 2);
   const auto engine = std::make_shared<moe::Engine>(0, "");
@@ -101,6 +110,29 @@ void test_errors(const Case& c) {
   }
 }
 
+// A thread that has started a call is not where the pool's threads are. What the kernel does with
+// it afterwards is its own affair, hence the second and third look.
+void test_leaving() {
+  const std::vector<moe::Core> cores = moe::physical_cores();
+  const std::vector<int> before = moe::callers_cpus();
+  if (before.size() < 2) return;
+  const moe::Pool pool(cores, 1);
+  bool left = false;
+  for (int i = 0; i < 3 && !left; ++i) {
+    pin_to({cores.front().cpu});
+    pin_to(before);
+    pool.leave_cores();
+    left = sched_getcpu() != cores.front().cpu;
+  }
+  expect(left, "the pool's core is left");
+  expect(moe::callers_cpus() == before, "a thread that left may run where it might before");
+
+  // Nowhere to go.
+  const moe::Pool all(cores, static_cast<int>(cores.size()));
+  all.leave_cores();
+  expect(moe::callers_cpus() == before, "a pool of every core");
+}
+
 }  // namespace
 
 int main() {
@@ -112,6 +144,7 @@ int main() {
   for (const Case& c : cases) test_nodes(c);
   test_two_callers(cases[0]);
   test_errors(cases[0]);
+  test_leaving();
   test_doorbell();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures.load());
   return failures == 0 ? 0 : 1;

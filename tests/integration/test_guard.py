@@ -98,7 +98,7 @@ def test_the_lane_is_checked_after_the_wait_for_an_output_of_later(calls: list[s
     assert made.execute_model(STEP) is None
     output = made.sample_tokens(None)
     assert isinstance(output, AsyncModelRunnerOutput)
-    assert calls == ["wake", "expect 5", "execute", "check", "wake", "sample"]
+    assert calls == ["expect 5", "wake", "execute", "check", "wake", "sample"]
     assert output.get_output() == "tokens"
     assert calls[6:] == ["wait", "check"]
 

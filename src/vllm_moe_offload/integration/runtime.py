@@ -89,6 +89,8 @@ class OffloadRuntime:
         # Where layers are streamed, from when the first ones are planned.
         self._streaming: Streaming | None = None
         self._clock = DecodeClock(MAX_CAPTURED)
+        # Whether the step that comes next may ask the CPU lane for something.
+        self._asks = True
         self._reporter: Reporter | None = None
         # Slots of each layer; None where every expert fits and the layer stays vLLM's own.
         self._slots: dict[str, int | None] = {}
@@ -374,17 +376,17 @@ class OffloadRuntime:
         self._clock.begin(rows, goes_on, clock())
         if self._share is not None:
             self._share.correct()
-        if self._streaming is not None:
-            self._streaming.expect(rows)
+        # A lane that watched for requests would have the core that streamed steps compute on.
+        self._asks = self._streaming is None or not self._streaming.expect(rows)
 
     def wake(self) -> None:
-        """Before a step is launched: the CPU lane watches for its requests.
+        """Before a step is launched: the CPU lane watches for its requests, if it will ask any.
 
         And vLLM's offloader is this engine's, whichever other one the process has.
         """
         if self.prefetch is not None:
             self.prefetch.activate()
-        if self._share is not None:
+        if self._share is not None and self._asks:
             self._share.wake()
 
     def check(self) -> None:

@@ -147,12 +147,17 @@ class Streaming:
             _sizes(threshold),
         )
 
-    def expect(self, rows: int) -> None:
-        """A step of so many rows comes next: the first copies of a streamed one start now."""
-        if self._streamer.takes(rows) and rows > self._most_captured:
+    def expect(self, rows: int) -> bool:
+        """A step of so many rows comes next: the first copies of a streamed one start now.
+
+        Whether it is one, out of graphs.
+        """
+        is_streamed = self._streamer.takes(rows) and rows > self._most_captured
+        if is_streamed:
             self._streamer.begin(rows)
         else:
             self._streamer.end()
+        return is_streamed
 
     def _tail_rates(
         self, cpu: Lane, step: Step, copy_seconds: float, rates: LaneRates

@@ -38,7 +38,7 @@ def install() -> None:
         "load_model": _load_model,
         "compile_or_warm_up_model": _warm_up,
         "sample_tokens": _guarded(lambda self, *a, **k: self.worker.sample_tokens(*a, **k)),
-        "execute_model": _guarded(_announced(WorkerWrapperBase.execute_model)),
+        "execute_model": _announced(_guarded(WorkerWrapperBase.execute_model)),
         "shutdown": _shutdown(WorkerWrapperBase.shutdown),
         "moe_offload_stats": _stats,
         "moe_offload_reset_stats": _reset_stats,

@@ -54,9 +54,24 @@ class KeptOnDevice(Kept):
     """Decided on the device, from the state of `step`."""
 
     def __init__(self, step: DeviceStep, buffers: Sequence[Tensors], slots: Tensors) -> None:
+        self._top_k = step.top_k
         self._decide = DeviceKeep(step)
         self.counter = self._decide.counter
         self._copies = [ExpertFetch(buffer, slots, num_programs=_PROGRAMS) for buffer in buffers]
+        self._compile()
+
+    def _compile(self) -> None:
+        """Launch each kernel in each form for a step of no request, which changes nothing.
+
+        Compiling them takes a second, which a request would otherwise wait.
+        """
+        kept = self._decide.kept
+        ids = torch.zeros(1, self._top_k, dtype=torch.int32, device=kept.device)
+        requests = torch.zeros(2, dtype=torch.int32, device=kept.device)
+        for experts in (None, torch.zeros(len(kept), dtype=torch.int32, device=kept.device)):
+            self.decide(ids, requests, experts)
+            for buffer in range(len(self._copies)):
+                self.take(buffer, experts)
 
     @override
     def decide(
