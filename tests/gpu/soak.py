@@ -36,6 +36,8 @@ from vllm_moe_offload import moe_offload_args
 FLOOR = {"bf16": 1e-2, "fp8_block": 8e-2, "fp8_tensor": 8e-2, "fp8_channel": 8e-2}
 SLOTS = (8, 16, 32, 64, 127, 128)
 MAX_PROMPT, MAX_NEW, MAX_BATCH, MAX_ROWS = 300, 24, 16, 512
+# Seconds from one account of it to the next.
+_EVERY = 60.0
 MODES = ("auto", "hybrid", "cache", "cpu")
 
 
@@ -92,7 +94,19 @@ def soak(kind: str, seconds: float, options: argparse.Namespace) -> None:
             layers = list(checked_layers(llm))
             watch = Watch(layers, recorder, FLOOR[kind], options.every)
             modes = Modes(llm) if options.captured else None
-            done, tokens, ends = 0, 0, time.monotonic() + seconds
+            done, tokens, began = 0, 0, time.monotonic()
+            ends, tells = began + seconds, began + _EVERY
+
+            def tell() -> None:
+                how = f"{options.mode}, {'captured' if options.captured else 'eager'}"
+                print(
+                    f"{kind}, {how}, {(time.monotonic() - began) / 60:.1f} min: {done} batches, "
+                    f"{tokens} tokens generated, {watch.steps} steps, {watch.compared} layers "
+                    f"compared, the furthest {watch.worst:.2e} from float64 (allowed "
+                    f"{FLOOR[kind]:.0e}); since the last resize {counted(stats(llm))}",
+                    flush=True,
+                )
+
             if modes is not None:
                 modes.to(options.mode, 32)
                 modes.capture()
@@ -102,12 +116,10 @@ def soak(kind: str, seconds: float, options: argparse.Namespace) -> None:
                         shake(llm, layers, modes, options.mode, rng)
                     tokens += generate(llm, rng)
                     done += 1
-            how = f"{options.mode}, {'captured' if options.captured else 'eager'}"
-            print(
-                f"{kind}, {how}: {done} batches, {tokens} tokens generated, {watch.steps} steps, "
-                f"{watch.compared} layers compared, the furthest {watch.worst:.2e} from float64 "
-                f"(allowed {FLOOR[kind]:.0e}); since the last resize {counted(stats(llm))}"
-            )
+                    if time.monotonic() > tells:
+                        tells += _EVERY
+                        tell()
+            tell()
 
 
 def counted(done: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from vllm_moe_offload import (
     moe_offload_args,
 )
 from vllm_moe_offload.device import copies
-from vllm_moe_offload.device.copies import CopyStream
+from vllm_moe_offload.device.copies import CopyStream, RowCopies
 from vllm_moe_offload.integration.formats import FormatLane
 from vllm_moe_offload.stream import LayerStreamer
 
@@ -158,13 +158,13 @@ def undelayed(request: pytest.FixtureRequest, checkpoint: Path) -> tuple[dict[st
 
 def sleep_before_copies(patch: pytest.MonkeyPatch) -> None:
     """On the stream of the copies, and so in a graph that has them."""
-    copy = copies.copy
+    launch = RowCopies.launch
 
-    def late(pairs: copies.Pairs) -> None:
+    def late(self: RowCopies, runs: copies.Runs) -> None:
         torch.cuda._sleep(LATE)
-        copy(pairs)
+        launch(self, runs)
 
-    patch.setattr(copies, "copy", late)
+    patch.setattr(RowCopies, "launch", late)
 
 
 def sleep_before_kernels(patch: pytest.MonkeyPatch) -> None:
@@ -250,19 +250,20 @@ def test_a_buffer_that_is_overwritten_too_early_is_noticed(
         assert not are_equal(generate(llm), expected)
 
 
-copy_on_stream = CopyStream.copy
+launch_copies = RowCopies.launch
 
 
-def drop(self: CopyStream, pairs: copies.Pairs, **marks: Any) -> None:
-    """In place of `CopyStream.copy`: three experts of 128 are not copied."""
-    copy_on_stream(self, [(to[3:], source[3:]) for to, source in pairs], **marks)
+def drop(self: RowCopies, runs: copies.Runs) -> None:
+    """In place of `RowCopies.launch`: three experts of 128 are not copied."""
+    ((taken, rows),) = runs
+    launch_copies(self, [(slice(3, taken.stop), slice(3, rows.stop))])
 
 
 def test_a_fault_in_the_graphs(
     checkpoint: Path, drawn: dict[str, Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_checks(monkeypatch)
-    monkeypatch.setattr(CopyStream, "copy", drop)
+    monkeypatch.setattr(RowCopies, "launch", drop)
     with engine(checkpoint, dtype="bfloat16", **STREAM, **CAPTURED, **SIZES) as llm:
         for checked in checked_layers(llm):
             for buffer in checked.layer._streamed.buffers:
@@ -275,7 +276,7 @@ def test_a_fault_eagerly(
     checkpoint: Path, drawn: dict[str, Drawn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(checkpoint, dtype="bfloat16", **STREAM, **WAYS["eager"], **SIZES) as llm:
-        monkeypatch.setattr(CopyStream, "copy", drop)
+        monkeypatch.setattr(RowCopies, "launch", drop)
         for checked in checked_layers(llm):
             for buffer in checked.layer._streamed.buffers:
                 for tensor in buffer.tensors.values():

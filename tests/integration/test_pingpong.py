@@ -30,7 +30,7 @@ from vllm_moe_offload import (  # noqa: E402
     moe_offload_args,
 )
 from vllm_moe_offload.device import HostDevice  # noqa: E402
-from vllm_moe_offload.device.copies import CopyStream  # noqa: E402
+from vllm_moe_offload.device.copies import RowCopies  # noqa: E402
 from vllm_moe_offload.integration import graphs  # noqa: E402
 from vllm_moe_offload.integration.compat import fused_moe_factory  # noqa: E402
 from vllm_moe_offload.integration.frontend import configure  # noqa: E402
@@ -163,12 +163,10 @@ def test_layers_of_a_second_model_are_refused(model: Path) -> None:
 def test_a_wrong_copy_gives_other_tokens(
     model: Path, stock_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = CopyStream.copy
+    pairs = RowCopies.pairs
     with engine(model, **moe_offload_args(mode="stream")) as ours:
         monkeypatch.setattr(
-            CopyStream,
-            "copy",
-            lambda self, pairs, **marks: copy(self, [(t, s.flip(0)) for t, s in pairs], **marks),
+            RowCopies, "pairs", lambda self, runs: [(t, s.flip(0)) for t, s in pairs(self, runs)]
         )
         assert greedy(ours, PROMPTS) != stock_tokens
 

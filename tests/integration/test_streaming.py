@@ -15,19 +15,35 @@ from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Forma
 from vllm_moe_offload.integration.selfcheck import random_step
 from vllm_moe_offload.integration.streaming import Streaming
 from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
-from vllm_moe_offload.planning import LaneRates
 from vllm_moe_offload.stream import buffer_bytes
 
 CPU = torch.device("cpu")
 SPEC = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
 EXPERTS, SLOTS, BUFFER, TOP_K = 12, 3, 4, 2
-RATES = LaneRates(fetch=4e9, cpu=8e9, fetch_beside_cpu=2e9, cpu_beside_fetch=4e9)
+# Seconds an expert takes of the CPU of `Timed`, and more of a row.
+READING, ROW = 1e-3, 1e-4
+
+
+class Timed(EngineLane):
+    """A lane that says it took so long."""
+
+    def begin(self, x, weights, ids, expert_map, out, done):
+        assert sorted(set(ids.flatten().tolist())) == expert_map[:-1].tolist(), "every expert"
+        rows = len(x) * TOP_K / EXPERTS
+        run = super().begin(x, weights, ids, expert_map, out, done)
+        run.wait()
+
+        class Run:
+            def wait(self, timeout: float | None = None) -> float:
+                return EXPERTS * (READING + ROW * rows)
+
+        return Run()
 
 
 class Settled:
     """Two layers that are streamed from 9 rows on."""
 
-    def __init__(self, engine: CpuExpertEngine, corrects: bool, rates: LaneRates | None) -> None:
+    def __init__(self, engine: CpuExpertEngine, corrects: bool, has_tail: bool) -> None:
         nbytes = 2 * buffer_bytes(SPEC.layout, BUFFER)
         self.streaming = Streaming(8, nbytes, CPU, corrects=corrects)
         self.checked: list[str] = []
@@ -39,7 +55,7 @@ class Settled:
         for name in ("layers.0", "layers.1"):
             host = random_shard(SPEC, EXPERTS, torch.Generator().manual_seed(len(lanes)))
             layout = ExpertLayout.of(host)
-            lanes[name] = lane(host)
+            lanes[name] = Timed(engine, SPEC, host, TOP_K, 2048)
             layer = OffloadedLayer(
                 *(host, HostDevice(), layout.empty, lane, lanes[name]),
                 num_slots=SLOTS,
@@ -57,7 +73,7 @@ class Settled:
             lanes,
             self.checked.append,
             lambda name, rows: random_step(EXPERTS, SPEC, TOP_K, rows),
-            rates,
+            has_tail,
         )
         self.tail = self.streaming._streamer.tail
 
@@ -68,8 +84,8 @@ def engine():
         yield engine
 
 
-def test_without_rates_every_expert_is_copied(engine: CpuExpertEngine) -> None:
-    settled = Settled(engine, corrects=True, rates=None)
+def test_without_a_tail_every_expert_is_copied(engine: CpuExpertEngine) -> None:
+    settled = Settled(engine, corrects=True, has_tail=False)
     assert settled.tail is None
     assert settled.checked == ["layers.0", "layers.1"]
     assert settled.streaming.threshold == 8
@@ -77,19 +93,19 @@ def test_without_rates_every_expert_is_copied(engine: CpuExpertEngine) -> None:
 
 @pytest.mark.parametrize("corrects", [False, True])
 def test_rates_are_corrected_where_they_may_be(engine: CpuExpertEngine, corrects: bool) -> None:
-    settled = Settled(engine, corrects, RATES)
+    settled = Settled(engine, corrects, has_tail=True)
     assert settled.checked == 2 * ["layers.0", "layers.1"], "again with the CPU's part"
     tail = settled.tail
     assert tail._corrects == corrects
     assert (tail._alone is not None) == corrects
     assert tail._expert_bytes == SPEC.layout.nbytes
-    if corrects:
-        # Copied beside the CPU an expert takes twice as long, by the rates.
-        assert tail._measured.copy == pytest.approx(2 * tail._alone)
+    assert tail._measured.copy > 0
+    assert tail._measured.cpu == pytest.approx(READING)
+    assert tail._measured.cpu_row == pytest.approx(ROW)
 
 
 def test_a_failed_cpu_is_told_before_an_output_is_used(engine: CpuExpertEngine) -> None:
-    settled = Settled(engine, corrects=True, rates=RATES)
+    settled = Settled(engine, corrects=True, has_tail=True)
 
     class Failed:
         def wait(self, timeout: float) -> float:

@@ -18,7 +18,7 @@ from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
 from tests.stream.buffers import poison, poison_buffers
 from vllm_moe_offload.device import HostDevice
-from vllm_moe_offload.device.copies import CopyStream
+from vllm_moe_offload.device.copies import CopyStream, RowCopies
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
@@ -414,12 +414,14 @@ def test_without_slots_a_step_that_is_not_streamed_is_the_cpus(engine: CpuExpert
 
 
 @pytest.mark.parametrize("buffer_experts", [2, 6])
-def test_a_wrong_copy_is_noticed(engine: CpuExpertEngine, buffer_experts: int) -> None:
+def test_a_wrong_copy_is_noticed(
+    engine: CpuExpertEngine, buffer_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checks above can fail: an expert that was not copied."""
     model = Model(engine, [(6, 2)], buffer_experts=buffer_experts)
     model.step(0, 20)
-    copies = model.streamer._copies
-    copy, copies.copy = copies.copy, lambda pairs, **marks: copy(pairs[1:], **marks)
+    launch = RowCopies.launch
+    monkeypatch.setattr(RowCopies, "launch", lambda self, runs: launch(self, runs[1:]))
     poison_buffers(model.layers[0])
     model.streamer.end()
     with pytest.raises(AssertionError):

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_moe_offload.device.copies import Rows
+
 
 class Rules:
     """`capture`: the number of the one under way, or None."""
@@ -69,13 +71,22 @@ class RuledCopies:
     def stopwatch(self) -> None:
         """Nobody asks: without a CPU's part nothing is timed."""
 
-    def copy(self, pairs: Any, *, after: RuledMark, done: RuledMark, watch: None = None) -> None:
+    def copy(
+        self,
+        pairs: Any,
+        *,
+        after: RuledMark,
+        done: RuledMark,
+        watch: None = None,
+        rows: Rows | None = None,
+    ) -> None:
         assert watch is None
         rules = self._rules
         rules.is_copying = True
         after.wait()
         assert rules.capture is None or rules.is_forked, "not in the capture"
-        for to, source in pairs:
+        of_rows = rows.copies.pairs(rows.runs) if rows is not None else ()
+        for to, source in (*of_rows, *pairs):
             to.copy_(source)
             rules.copied += 1
         done.record()

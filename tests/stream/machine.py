@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_moe_offload.device.copies import Rows
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import CpuTail, LayerStreamer
 from vllm_moe_offload.stream.tail import OnHost
@@ -124,13 +125,20 @@ class LateCopies:
         return LateWatch(self._machine)
 
     def copy(
-        self, pairs: Any, *, after: LateMark, done: LateMark, watch: LateWatch | None = None
+        self,
+        pairs: Any,
+        *,
+        after: LateMark,
+        done: LateMark,
+        watch: LateWatch | None = None,
+        rows: Rows | None = None,
     ) -> None:
         self._machine.current = COPYING
         after.wait()
         if watch is not None:
             watch.start()
-        for to, source in pairs:
+        of_rows = rows.copies.pairs(rows.runs) if rows is not None else ()
+        for to, source in (*of_rows, *pairs):
             self._machine.enqueue(lambda to=to, source=source: to.copy_(source))
             self.copied += len(to) if to.dtype != torch.int32 else 0  # those are maps
         done.record()

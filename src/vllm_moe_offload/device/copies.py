@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,72 @@ import torch
 from vllm_moe_offload.device.streams import Stopwatch
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+# (from, to): rows of one tensor and as many of another.
+Runs = Sequence[tuple[slice, slice]]
+
+
+class RowCopies:
+    """Copies of rows between tensors of the same names, whose addresses are taken once.
+
+    A copy as torch makes it costs the host several times what the driver's own does, and a streamed
+    layer has a hundred, between which the GPU waits.
+
+    Args:
+        source: name -> ``[E, ...]`` in host memory.
+        to: name -> ``[B, ...]``; where it is on a GPU, `source` is page-locked.
+
+    Both contiguous, and both are kept. Raises ValueError where their rows are not alike.
+    """
+
+    def __init__(self, source: Mapping[str, torch.Tensor], to: Mapping[str, torch.Tensor]) -> None:
+        self._pairs = [(tensor, to[name]) for name, tensor in source.items()]
+        self._places = []
+        for name, tensor in source.items():
+            other = to[name]
+            if tensor.shape[1:] != other.shape[1:] or tensor.dtype != other.dtype:
+                raise ValueError(
+                    f"{name}: rows of {tuple(tensor.shape[1:])} {tensor.dtype} cannot be copied to "
+                    f"rows of {tuple(other.shape[1:])} {other.dtype}"
+                )
+            if not (tensor.is_contiguous() and other.is_contiguous()):
+                raise ValueError(f"{name}: only rows of contiguous tensors are copied")
+            row_bytes = tensor.nbytes // len(tensor)
+            self._places.append((tensor.data_ptr(), other.data_ptr(), row_bytes))
+        self._is_cuda = any(other.is_cuda for _, other in self._pairs)
+
+    def pairs(self, runs: Runs) -> Pairs:
+        """(to, from) of each run of each tensor."""
+        return [(to[rows], source[taken]) for source, to in self._pairs for taken, rows in runs]
+
+    def launch(self, runs: Runs) -> None:
+        """Copy on the current stream; may be captured.
+
+        Raises RuntimeError if the driver refuses.
+        """
+        if not self._is_cuda:
+            copy(self.pairs(runs))
+            return
+        from cuda.bindings import driver
+
+        stream = torch.cuda.current_stream().cuda_stream
+        for source, to, nbytes in self._places:
+            for taken, rows in runs:
+                (code,) = driver.cuMemcpyHtoDAsync(
+                    to + rows.start * nbytes,
+                    source + taken.start * nbytes,
+                    (taken.stop - taken.start) * nbytes,
+                    stream,
+                )
+                if code != driver.CUresult.CUDA_SUCCESS:
+                    raise RuntimeError(f"CUDA cannot copy experts to the GPU: {code.name}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs of rows to be copied."""
+
+    copies: RowCopies
+    runs: Runs
 
 
 class Mark:
@@ -53,22 +120,28 @@ class CopyStream:
         return Stopwatch(self._device)
 
     def copy(
-        self, pairs: Pairs, *, after: Mark, done: Mark, watch: Stopwatch | None = None
+        self,
+        pairs: Pairs,
+        *,
+        after: Mark,
+        done: Mark,
+        watch: Stopwatch | None = None,
+        rows: Rows | None = None,
     ) -> None:
         """Once `after` has been passed copy each (to, from), one by one; then `done` is passed.
 
-        watch: started when the first copy is about to begin.
+        watch: started when the first copy is about to begin; rows: copied first.
         """
         if self._stream is None:
             if watch is not None:
                 watch.start()
-            copy(pairs)
+            _copy_both(rows, pairs)
             return
         with torch.cuda.stream(self._stream):
             after.wait()
             if watch is not None:
                 watch.start()
-            copy(pairs)
+            _copy_both(rows, pairs)
             done.record()
 
     def join(self) -> None:
@@ -84,6 +157,12 @@ def sendable(numbers: npt.NDArray[np.int32], to: torch.Tensor) -> torch.Tensor:
     """These numbers where they are copied to `to` from without the host's waiting."""
     source = torch.from_numpy(numbers)
     return source.pin_memory() if to.is_cuda else source
+
+
+def _copy_both(rows: Rows | None, pairs: Pairs) -> None:
+    if rows is not None:
+        rows.copies.launch(rows.runs)
+    copy(pairs)
 
 
 def copy(pairs: Pairs) -> None:

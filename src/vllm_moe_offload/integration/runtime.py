@@ -309,7 +309,7 @@ class OffloadRuntime:
                     self._cpu_lanes,
                     self._check_streamed,
                     self._random_step,
-                    self._share.rates if self._share is not None else None,
+                    self._share is not None and self._share.rates is not None,
                 )
             self.check()
         elif self._modules:

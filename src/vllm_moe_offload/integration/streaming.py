@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from vllm.logger import init_logger
@@ -13,8 +13,8 @@ from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.device.streams import Stopwatch
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.integration.graphs import captures_a_piece
-from vllm_moe_offload.lanes import MAX_CAPTURED, Lane, OffloadedLayer
-from vllm_moe_offload.planning import LaneRates, TailRates, stream_threshold
+from vllm_moe_offload.lanes import MAX_CAPTURED, Computing, Lane, LaneBeside, OffloadedLayer
+from vllm_moe_offload.planning import TailRates, stream_threshold
 from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer
 
 logger = init_logger(f"vllm.{__name__}")
@@ -91,16 +91,16 @@ class Streaming:
     def settle(
         self,
         layers: Mapping[str, OffloadedLayer],
-        cpu: Mapping[str, Lane],
+        cpu: Mapping[str, LaneBeside],
         check: Callable[[str], None],
         step: Callable[[str, int], Step],
-        rates: LaneRates | None,
+        has_tail: bool,
     ) -> None:
         """Once all layers are there: do they compute the same, and from how many rows on it pays.
 
         cpu: the lanes over host memory; check: compares a step of `TRIED_ROWS` of the layer of this
-        name with the CPU's; step: gives one of at least so many rows that uses every expert; rates:
-        how fast the lanes are beside one another, None where every missing expert is to be copied.
+        name with the CPU's; step: gives one of at least so many rows that uses every expert;
+        has_tail: whether the CPU may have a part, or every missing expert is to be copied.
         """
         streamed = {name: layer for name, layer in layers.items() if layer.is_streamed}
         if not streamed:
@@ -113,10 +113,10 @@ class Streaming:
         name, layer = list(streamed.items())[-1]
         tried = step(name, TRIED_ROWS)
         seconds = self._seconds(layer, tried, 0)
-        if rates is not None:
+        if has_tail:
             alone = seconds / layer.num_experts
             self._streamer.tail = CpuTail(
-                self._tail_rates(cpu[name], step(name, 1), alone, rates),
+                self._tail_rates(layer, tried, cpu[name], step(name, 1)),
                 self._corrects,
                 alone if self._corrects else None,
                 layer.layout.nbytes,
@@ -160,31 +160,42 @@ class Streaming:
         return is_streamed
 
     def _tail_rates(
-        self, cpu: Lane, step: Step, copy_seconds: float, rates: LaneRates
+        self, layer: OffloadedLayer, step: Step, cpu: LaneBeside, once: Step
     ) -> TailRates:
         """What an expert takes of each lane while both run.
 
-        step: names every expert about once; copy_seconds: an expert's, with the CPU idle.
+        step: a streamed one, that copies every expert; once: names every expert about once.
         """
-        x, weights, ids = (tensor.cpu() for tensor in step)
-        num_experts = int(ids.max()) + 1
-        seconds = []
+        x, weights, ids = (tensor.cpu() for tensor in once)
+        every = torch.arange(layer.num_experts + 1, dtype=torch.int32)
+        every[-1] = -1
+        done = torch.zeros(1, dtype=torch.int32)
+        copying, computing = [], []
         for turns in (1, _MANY_ROWS):
             xs, ws, names = (tensor.repeat(turns, 1) for tensor in (x, weights, ids))
             out = torch.empty(xs.shape, dtype=torch.float32)
-            taken = []
-            for _ in range(_TIMES):
-                began = time.perf_counter()
-                cpu.compute(xs, ws, names, None, out, False)
-                taken.append(time.perf_counter() - began)
-            seconds.append(min(taken) / num_experts)
-        row = max((seconds[1] - seconds[0]) / (_MANY_ROWS - 1), 0.0)
-        slower = rates.cpu / rates.cpu_beside_fetch
-        return TailRates(
-            copy=copy_seconds * rates.fetch / rates.fetch_beside_cpu,
-            cpu=max(seconds[0] - row, 0.0) * slower,
-            cpu_row=row * slower,
-        )
+            begin = partial(cpu.begin, xs, ws, names, every, out, done)
+            taken = [self._beside(layer, step, begin) for _ in range(_TIMES)]
+            copying.append(min(copied for copied, _ in taken) / layer.num_experts)
+            computing.append(min(computed for _, computed in taken) / layer.num_experts)
+        row = max((computing[1] - computing[0]) / (_MANY_ROWS - 1), 0.0)
+        # While the CPU only reads it leaves the bus the least.
+        return TailRates(copy=copying[0], cpu=max(computing[0] - row, 0.0), cpu_row=row)
+
+    def _beside(
+        self, layer: OffloadedLayer, step: Step, begin: Callable[[], Computing]
+    ) -> tuple[float, float]:
+        """Seconds of a step and of what the CPU is given to compute during it, over and over."""
+        layer.invalidate()
+        watch = Stopwatch(self._device)
+        computing = begin()
+        watch.start()
+        layer.forward(*step)
+        watch.stop()
+        seconds = computing.wait()
+        while not watch.is_done():
+            begin().wait()
+        return watch.seconds(), seconds
 
     def _seconds(
         self,

@@ -4,7 +4,7 @@ resident: the expert is in a slot and the device computes it; cpu: the engine co
 memory. A layer's output is the sum of what its lanes return.
 """
 
-from vllm_moe_offload.lanes.base import Lane
+from vllm_moe_offload.lanes.base import Computing, Lane, LaneBeside
 from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer
 from vllm_moe_offload.lanes.counters import Counters
 from vllm_moe_offload.lanes.cpu import CpuLane
@@ -15,9 +15,11 @@ __all__ = [
     "MAX_CAPTURED",
     "AskingLayer",
     "CapturedLayer",
+    "Computing",
     "Counters",
     "CpuLane",
     "EngineLane",
     "Lane",
+    "LaneBeside",
     "OffloadedLayer",
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from vllm_moe_offload.device.copies import RowCopies
     from vllm_moe_offload.lanes.base import Lane, LaneBeside
     from vllm_moe_offload.stream.streamer import LayerStreamer
 
@@ -45,11 +46,13 @@ class Keep:
 class InBuffer:
     """A layer's place in one of the buffers.
 
-    `tensors`: name -> ``[B, ...]``; `lane`: computes from them; `expert_map` and `at_hand`: int32
+    `tensors`: name -> ``[B, ...]``; `copies`: to these, from the layer's in host memory; `lane`:
+    computes from them; `expert_map` and `at_hand`: int32
     [E + 1], on the lane's device.
     """
 
     tensors: Tensors
+    copies: RowCopies
     lane: Lane
     expert_map: torch.Tensor
     at_hand: torch.Tensor

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_moe_offload.device.copies import CopyStream, Mark, Pairs, copy, sendable
+from vllm_moe_offload.device.copies import CopyStream, Mark, Pairs, RowCopies, Rows, copy, sendable
 from vllm_moe_offload.device.streams import Stopwatch
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.stream.layer import (
@@ -132,7 +132,7 @@ class LayerStreamer:
         """
         self.end()
         num_experts = next(iter(host.values())).shape[0]
-        first, second = (_in_buffer(*buffer, num_experts) for buffer in buffers)
+        first, second = (_in_buffer(host, *buffer, num_experts) for buffer in buffers)
         layer = StreamedLayer(
             *(self, self.num_layers, name, host, (first, second), cpu, in_slots),
             num_experts=num_experts,
@@ -288,15 +288,11 @@ class LayerStreamer:
         watch: Stopwatch | None = None,
     ) -> None:
         """Enqueue copies into this buffer, which is full behind the last ones."""
-        tensors, marks = layer.buffers[turn].tensors, self._marks[turn]
+        marks = self._marks[turn]
         runs = wave.runs()
-        pairs = [
-            (tensors[name][rows], tensor[experts])
-            for name, tensor in layer.host.items()
-            for experts, rows in runs
-        ]
-        if pairs or maps:
-            self._copies.copy([*pairs, *maps], after=marks.free, done=marks.full, watch=watch)
+        if runs or maps:
+            rows = Rows(layer.buffers[turn].copies, runs)
+            self._copies.copy(maps, after=marks.free, done=marks.full, watch=watch, rows=rows)
 
     def _over_slots(self, layer: StreamedLayer, given: _Given) -> torch.Tensor | None:
         """What the experts in slots add up to; None where there are none."""
@@ -371,12 +367,12 @@ def _add(
     return total
 
 
-def _in_buffer(tensors: Tensors, lane: Lane, num_experts: int) -> InBuffer:
+def _in_buffer(host: Tensors, tensors: Tensors, lane: Lane, num_experts: int) -> InBuffer:
     device = next(iter(tensors.values())).device
     # Ordinary tensors: they are written to in and out of inference mode.
     with torch.inference_mode(False):
         maps = [torch.full((num_experts + 1,), -1, dtype=torch.int32, device=device) for _ in "01"]
-    return InBuffer(tensors, lane, *maps)
+    return InBuffer(tensors, RowCopies(host, tensors), lane, *maps)
 
 
 def _map_of(experts: Experts, num_experts: int) -> npt.NDArray[np.int32]:
