@@ -126,14 +126,18 @@ class Child:
         calibration.finish()
         chunk = max(1, min(_CHUNK, int(budget * 0.6 / REPEATS / step)))
         warm = max(4, min(_WARM, int(budget * 0.4 / step)))
-        timed = REPEATS * chunk * len(turns)
-        requests = Requests(llm, cell["batch"], PROMPT, 1 + warm + timed + 1)
+        # Exchanging a routing waits for the step that vLLM has under way; with the first step after
+        # it there is one under way again, as there is when the time has been taken.
+        untimed = 0 if turns == (None,) else 1
+        steps = REPEATS * (untimed + chunk) * len(turns)
+        requests = Requests(llm, cell["batch"], PROMPT, 1 + warm + steps + 1)
 
         def step_ms() -> float:
             seconds = 0.0
             for routing in turns:
                 if routing is not None:
                     _route(llm, routing, goes_on=True)
+                    requests.advance(untimed)
                 seconds += requests.advance(chunk)
             return 1e3 * seconds / len(turns) / chunk
 

@@ -16,7 +16,6 @@ _REST = 16  # tokens of room that a prompt leaves
 def run(bench: str, options: argparse.Namespace, cells: list[Cell]) -> None:
     """Measure the machine's rates and every cell of every contestant; print a table a metric."""
     with runner.session(bench, options) as session:
-        session.measure_rates()
         session.prepare(len(options.contestants))
         session.compete(options.contestants, cells, _engine(cells, options.chunk, options.eager))
         for cell in cells:

@@ -30,6 +30,8 @@ def main() -> None:
     for name in ("gpus", "together"):
         if getattr(options, name) > 1:
             parser.error(f"--{name}: loads are timed one after another, on one GPU: leave it out")
+    if options.turns is not None:
+        parser.error("--turns: loading is what is timed, and nothing waits for it: leave it out")
     with runner.session("load", options) as session:
         if options.load_format != "dummy" and options.model in models.MODELS:
             if options.format != "bf16":

@@ -20,7 +20,7 @@ _HEAD = """# Benchmarks
 
 Made by `python -m bench.report` from the files in [bench/results](../bench/results). Medians; in
 brackets the floor's share, the floor being a lower bound from rates measured in the same run
-([design](design.md), section 1). The rates are measured before the engines run and vary, mostly by
+([design](design.md), section 1). The rates are measured with the engines idle and vary, mostly by
 a tenth or two: where a share is above 100 %, the lanes (what serves a missing expert: the bus, the
 CPU) ran faster in the run than alone. Figures of different runs are not to be compared: machines
 differ. A dash is a figure that was not reached, and why stands below. A heading ends with its

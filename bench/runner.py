@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -57,6 +58,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="engines that start at once on one GPU, which then needs memory for all of them",
     )
+    add(
+        "--turns",
+        type=Path,
+        help="folder by which runs on one machine agree, each on GPUs and CPUs of its own: all "
+        "start their engines, then they measure one after another",
+    )
+    add("--runs", type=number, default=1, help="how many share the folder of --turns")
     add("--logs", type=Path, help="folder for what the engines print")
     add("--commit", help="of the code, where it is not a clone")
 
@@ -237,6 +245,8 @@ class Session:
         self.shape = models.Shape.of(self.model, options.dtype)
         if options.slots is not None and not 1 <= options.slots <= self.shape.experts:
             raise SystemExit(f"--slots {options.slots}: give 1 to {self.shape.experts}")
+        if options.runs > 1 and options.turns is None:
+            raise SystemExit(f"--runs {options.runs}: they share the folder of --turns, give one")
         self.slots: int = options.slots or max(1, round(self.shape.experts / 5))
         self.rows: list[Row] = []
         self._numbered = 0
@@ -290,8 +300,27 @@ class Session:
         who = {"bench": cell.bench, "contestant": "floor", "metric": cell.metric, "unit": "ms"}
         self.add([self.run.row(**who, **keys, **got)])
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Measuring by itself, when every run that shares a folder with this one has come so far.
+
+        Those that have not come in time, the timeout of a contestant, are not waited for.
+        """
+        folder: Path | None = self.options.turns
+        if folder is None:
+            yield
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.run.run}.here").touch()
+        until = min(time.monotonic() + self.options.timeout, self._ends)
+        while len(list(folder.glob("*.here"))) < self.options.runs and time.monotonic() < until:
+            time.sleep(0.05)
+        with (folder / "turn").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
     def compete(self, names: list[str], cells: list[Cell], engine: dict[str, Any]) -> None:
-        """Measure every cell of every contestant and keep the rows.
+        """Measure the machine's rates and every cell of every contestant, and keep the rows.
 
         Engines that start at once, on several GPUs or together on one, are measured one after
         another when all have started. Simulated routings share an engine; the model's own needs one
@@ -306,8 +335,11 @@ class Session:
                     for i, name in enumerate(together)
                 ]
                 self._await_start(attempts)
-                for attempt in attempts:
-                    self.add(self._finish(attempt))
+                with self.turn():
+                    if self.value("machine", "both_gb_per_s") is None:
+                        self.measure_rates()
+                    for attempt in attempts:
+                        self.add(self._finish(attempt))
 
     def figures(self, name: str, cells: list[Cell], engine: dict[str, Any]) -> list[Row]:
         """The rows of one engine; a cell that was not reached is a row that says why."""

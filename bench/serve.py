@@ -84,7 +84,8 @@ def figures(session: Session, name: str) -> list[Row]:
         engine = session.engine() | contestant.engine | _sizes(options)
         engine.pop("skip_tokenizer_init")
         left = min(options.timeout, session.seconds_left)
-        with server(engine, _environment(routing, options.runner), log, left) as url:
+        environment = _environment(routing, options.runner)
+        with server(engine, environment, log, left) as url, session.turn():
             measured = asyncio.run(_within(session, url))
     except (RuntimeError, OSError, TimeoutError, ValueError) as error:
         note = (str(error) or "the run took too long")[:300]

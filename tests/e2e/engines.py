@@ -147,6 +147,12 @@ def resize(llm: LLM, slots: int) -> None:
     llm.collective_rpc("moe_offload_reset_stats")
 
 
+def sequences_for(vocabulary: int, draws: int = 8) -> list[list[int]]:
+    """Random sequences, some 5000 tokens: the 99th percentile of one draw's is six numbers'."""
+    prompts = [Prompts.draw(vocabulary, seed) for seed in range(1, 1 + draws)]
+    return [list(p) for one in prompts for batch in one.batches for p in batch]
+
+
 def errors(of: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
     """Mean and 99th percentile of the absolute error."""
     error = np.abs(of - reference)

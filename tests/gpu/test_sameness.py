@@ -11,12 +11,12 @@ pytest.importorskip("vllm")
 import torch
 
 from tests.e2e.engines import (
-    Prompts,
     engine,
     errors,
     is_no_further,
     log_probabilities,
     resize,
+    sequences_for,
     stats,
 )
 from tests.e2e.faults import FAULTS
@@ -42,8 +42,7 @@ SIZES = {
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 def test_no_further_from_float32_than_stock(kind: str, tmp_path: Path) -> None:
     quantised, plain = checkpoints.write(kind, tmp_path)
-    prompts = Prompts.draw(checkpoints.VOCABULARY)
-    sequences = [list(p) for batch in prompts.batches for p in batch]
+    sequences = sequences_for(checkpoints.VOCABULARY)
     with engine(plain, dtype="float32", enforce_eager=True, **SIZES) as llm:
         reference = log_probabilities(llm, sequences)
     with (

@@ -9,14 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 # vLLM's own range of dummy weights.
-LIMIT = 1e-3
+_LIMIT = 1e-3
+# That of numbers of eight bits, which have scales for the range: within +-1e-3 hardly any but zero.
+_SCALED_LIMIT = 1.0
 
 
 def fill_dummy(tensors: Mapping[str, torch.Tensor], device: str, seed: int) -> None:
     """Fill each floating-point tensor (name -> ``[E, ...]``, on the CPU) with random numbers.
 
-    Uniform in +-`LIMIT`, scales positive. Drawn on `device` and copied, an expert at a time; on the
-    CPU by one thread a processor.
+    Uniform in +-1e-3, numbers of eight bits in +-1, scales positive. Drawn on `device` and copied,
+    an expert at a time; on the CPU by one thread a processor.
     """
 
     def fill(job: tuple[int, str, int]) -> None:
@@ -25,8 +27,10 @@ def fill_dummy(tensors: Mapping[str, torch.Tensor], device: str, seed: int) -> N
         generator = torch.Generator(device).manual_seed(seed + number)
         # Half precision, because eight-bit types have no random numbers of their own.
         drawn = torch.empty(target.shape, dtype=torch.float16, device=device)
-        drawn.uniform_(-LIMIT, LIMIT, generator=generator)
-        target.copy_(drawn.abs() if name.endswith(("scale", "scale_inv")) else drawn)
+        is_scale = name.endswith(("scale", "scale_inv"))
+        limit = _SCALED_LIMIT if target.itemsize == 1 and not is_scale else _LIMIT
+        drawn.uniform_(-limit, limit, generator=generator)
+        target.copy_(drawn.abs() if is_scale else drawn)
 
     jobs = [
         (number * tensor.shape[0] + expert, name, expert)

@@ -1,0 +1,59 @@
+"""Runs that share a machine."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+
+from bench import runner
+from bench.runner import Session
+
+
+def test_runs_that_share_a_folder_measure_when_all_are_there_and_one_at_a_time(
+    tmp_path: Path,
+) -> None:
+    events: list[str] = []
+
+    def runs(name: str, starts: float) -> None:
+        session = Session.__new__(Session)
+        session.options = Namespace(turns=tmp_path / "turns", runs=3, timeout=20.0)
+        session.run = SimpleNamespace(run=name)
+        session._ends = time.monotonic() + 20
+        time.sleep(starts)
+        events.append("there")
+        for _ in range(2):  # a run with several groups of engines is counted once
+            with session.turn():
+                events.append(f"{name} begins")
+                time.sleep(0.05)
+                events.append(f"{name} ends")
+
+    threads = [Thread(target=runs, args=(f"run {i}", 0.2 * i)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert events[:3] == ["there"] * 3
+    pairs = list(zip(events[3::2], events[4::2], strict=True))
+    assert len(pairs) == 6
+    assert all(begins.replace("begins", "ends") == ends for begins, ends in pairs), events
+
+
+def test_a_run_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
+    session = Session.__new__(Session)
+    session.options = Namespace(turns=tmp_path, runs=2, timeout=0.2)
+    session.run = SimpleNamespace(run="alone")
+    session._ends = time.monotonic() + 20
+    with session.turn():
+        assert time.monotonic() < session._ends - 15
+
+
+def test_runs_without_a_folder_are_refused(tmp_path: Path) -> None:
+    parser = ArgumentParser()
+    runner.arguments(parser)
+    with pytest.raises(SystemExit, match="--runs 2: they share the folder of --turns"):
+        Session("decode", parser.parse_args(["--runs", "2"]), tmp_path)
