@@ -27,7 +27,7 @@ from bench.child import PROMPT, ROUTING_VARIABLE
 from bench.common import MIN_REPEATS, SIMULATED, Row, summary
 from bench.contestants import make
 from bench.runner import Session
-from bench.server import server, stream
+from bench.server import metrics, server, stream
 
 METRICS = {
     "ttft_ms": "ms",
@@ -87,6 +87,9 @@ def figures(session: Session, name: str) -> list[Row]:
         environment = _environment(routing, options.runner)
         with server(engine, environment, log, left) as url, session.turn():
             measured = asyncio.run(_within(session, url))
+            if options.logs:
+                options.logs.mkdir(parents=True, exist_ok=True)
+                (options.logs / f"metrics-{name}.txt").write_text(metrics(url))
     except (RuntimeError, OSError, TimeoutError, ValueError) as error:
         note = (str(error) or "the run took too long")[:300]
         return [

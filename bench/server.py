@@ -104,6 +104,13 @@ async def stream(
                 times.append(time.perf_counter())
 
 
+def metrics(url: str) -> str:
+    """What the server counts, as it gives it to Prometheus."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
 def _answers(url: str) -> bool:
     try:
         urllib.request.urlopen(f"{url}/health", timeout=1)

@@ -91,7 +91,8 @@ def test_prefill(model: Path, tmp_path: Path) -> None:
 def test_serve(tmp_path: Path) -> None:
     demo = ROOT / "models" / "demo-moe"
     load = ("--decodes", "2", "--tokens", "400", "--chunk", "64", "--room", "1000")
-    options = ("--contestants", "cache", "--seconds", "0.5")
+    logs = tmp_path / "logs"
+    options = ("--contestants", "cache", "--seconds", "0.5", "--logs", str(logs))
     rows, printed = bench("serve", demo, tmp_path, *options, *load)
     ours = {
         (row["metric"], row["batch"], row["tokens"]): row
@@ -106,6 +107,7 @@ def test_serve(tmp_path: Path) -> None:
     assert ours["itl_p50_ms", 2, 400]["value"] > ours["itl_p50_ms", 2, None]["value"]
     assert ours["itl_p99_ms", 2, 400]["value"] >= ours["itl_p50_ms", 2, 400]["value"]
     assert "chunk times, 99th percentile" in printed
+    assert "vllm_moe_offload_hits_total" in (logs / "metrics-cache.txt").read_text()
 
 
 def test_load(model: Path, tmp_path: Path) -> None:
