@@ -100,6 +100,7 @@ def test_rates_are_corrected_where_they_may_be(engine: CpuExpertEngine, corrects
     assert (tail._alone is not None) == corrects
     assert tail._expert_bytes == SPEC.layout.nbytes
     assert tail._measured.copy > 0
+    assert tail._measured.slowed >= 1
     assert tail._measured.cpu == pytest.approx(READING)
     assert tail._measured.cpu_row == pytest.approx(ROW)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain, combinations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ def test_other_sizes_and_another_cpu_scale_what_an_expert_takes() -> None:
     rates = TailRates(copy=4.0, cpu=2.0, cpu_row=0.5)
     assert rates.of(2.0) == TailRates(8.0, 4.0, 1.0)
     assert rates.with_cpu(0.5) == TailRates(4.0, 4.0, 1.0)
+    assert TailRates(4.0, 2.0, 0.5, 1.3).of(2.0).with_cpu(0.5).slowed == 1.3
     assert rates.on_cpu(np.array([1, 4])).tolist() == [2.5, 4.0]
 
 
@@ -67,6 +69,29 @@ def test_fewer_experts_are_left_to_the_cpu_the_more_rows_there_are() -> None:
     """Of 103 missing experts with as many rows each, 35 of them copied ahead."""
     taken = [len(experts_for_cpu(H100, np.full(68, rows), 35)) for rows in (8, 32, 256, 2048)]
     assert taken == [60, 52, 23, 4]
+
+
+@given(
+    rows=st.lists(st.integers(1, 40), max_size=8),
+    ahead=st.integers(0, 5),
+    cpu_row=st.integers(0, 9),
+    slowed=st.integers(10, 20),
+)
+def test_copies_are_slowed_while_the_cpu_reads(
+    rows: list[int], ahead: int, cpu_row: int, slowed: int
+) -> None:
+    """By the share of its time in which it does; whoever has fewest rows is the CPU's first."""
+    rates = TailRates(copy=10.0, cpu=7.0, cpu_row=float(cpu_row), slowed=slowed / 10)
+
+    def seconds(count: int) -> float:
+        computing = sum(7 + cpu_row * n for n in sorted(rows)[:count])
+        share = 7 * count / computing if count else 0
+        copying = (ahead + len(rows) - count) * 10 * (1 + (slowed / 10 - 1) * share)
+        return max(computing, copying)
+
+    chosen = experts_for_cpu(rates, np.array(rows, np.int64), ahead)
+    assert sorted(rows[expert] for expert in chosen) == sorted(rows)[: len(chosen)]
+    assert seconds(len(chosen)) == pytest.approx(min(map(seconds, range(len(rows) + 1))))
 
 
 def test_the_cpu_takes_those_with_the_fewest_rows() -> None:

@@ -116,7 +116,7 @@ class Streaming:
         if has_tail:
             alone = seconds / layer.num_experts
             self._streamer.tail = CpuTail(
-                self._tail_rates(layer, tried, cpu[name], step(name, 1)),
+                self._tail_rates(layer, tried, seconds, cpu[name], step(name, 1)),
                 self._corrects,
                 alone if self._corrects else None,
                 layer.layout.nbytes,
@@ -160,11 +160,17 @@ class Streaming:
         return is_streamed
 
     def _tail_rates(
-        self, layer: OffloadedLayer, step: Step, cpu: LaneBeside, once: Step
+        self,
+        layer: OffloadedLayer,
+        step: Step,
+        seconds: float,
+        cpu: LaneBeside,
+        once: Step,
     ) -> TailRates:
-        """What an expert takes of each lane while both run.
+        """What an expert takes of each lane.
 
-        step: a streamed one, that copies every expert; once: names every expert about once.
+        step: a streamed one, that copies every expert and takes `seconds` by itself; once: names
+        every expert about once.
         """
         x, weights, ids = (tensor.cpu() for tensor in once)
         every = torch.arange(layer.num_experts + 1, dtype=torch.int32)
@@ -176,11 +182,15 @@ class Streaming:
             out = torch.empty(xs.shape, dtype=torch.float32)
             begin = partial(cpu.begin, xs, ws, names, every, out, done)
             taken = [self._beside(layer, step, begin) for _ in range(_TIMES)]
-            copying.append(min(copied for copied, _ in taken) / layer.num_experts)
+            copying.append(min(copied for copied, _ in taken))
             computing.append(min(computed for _, computed in taken) / layer.num_experts)
         row = max((computing[1] - computing[0]) / (_MANY_ROWS - 1), 0.0)
-        # While the CPU only reads it leaves the bus the least.
-        return TailRates(copy=copying[0], cpu=max(computing[0] - row, 0.0), cpu_row=row)
+        return TailRates(
+            copy=seconds / layer.num_experts,
+            cpu=max(computing[0] - row, 0.0),
+            cpu_row=row,
+            slowed=max(copying[0] / seconds, 1.0),  # of a row each the CPU hardly but reads
+        )
 
     def _beside(
         self, layer: OffloadedLayer, step: Step, begin: Callable[[], Computing]

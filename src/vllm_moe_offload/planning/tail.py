@@ -18,9 +18,10 @@ _MOST = 1.3
 
 @dataclass(frozen=True)
 class TailRates:
-    """Seconds an expert takes while both lanes run: copied, and computed by the CPU.
+    """Seconds an expert takes: copied with the CPU idle, and computed by the CPU beside copies.
 
-    The CPU's are `cpu` for reading it and `cpu_row` more for each row. On the machine of design
+    The CPU's are `cpu` for reading it and `cpu_row` more for each row. While it reads, and takes
+    memory's bandwidth from the bus, a copy takes `slowed` times as long. On the machine of design
     section 1, 9.4 MB of bf16: 175 us copied; 112, 137, 205, 590 and 1953 us for 1, 16, 64, 256 and
     1024 rows, which is 112 and 1.85 a row. So of 103 experts with 32 rows each the CPU takes half
     (18 ms become 9), with 256 rows a fifth (14 ms).
@@ -29,6 +30,7 @@ class TailRates:
     copy: float
     cpu: float
     cpu_row: float
+    slowed: float = 1.0
 
     def on_cpu(self, rows: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
         """What the CPU takes for experts of so many rows each: float64, as `rows`."""
@@ -36,7 +38,7 @@ class TailRates:
 
     def of(self, size: float) -> TailRates:
         """The same for experts that have `size` times as many bytes."""
-        return TailRates(self.copy * size, self.cpu * size, self.cpu_row * size)
+        return TailRates(self.copy * size, self.cpu * size, self.cpu_row * size, self.slowed)
 
     def with_cpu(self, level: float) -> TailRates:
         """The same with a CPU that is `level` times as fast."""
@@ -89,5 +91,7 @@ def experts_for_cpu(
     order = np.argsort(rows, kind="stable")
     on_cpu = np.arange(len(rows) + 1)
     cpu = np.concatenate(([0.0], np.cumsum(rates.on_cpu(rows[order]))))
-    copies = (ahead + len(rows) - on_cpu) * rates.copy
+    # Of its time the CPU reads this share, evenly, and copies that are all beside it are slowed.
+    reads = np.divide(on_cpu * rates.cpu, cpu, out=np.zeros_like(cpu), where=cpu > 0)
+    copies = (ahead + len(rows) - on_cpu) * rates.copy * (1 + (rates.slowed - 1) * reads)
     return order[: int(np.argmin(np.maximum(cpu, copies)))]
