@@ -141,13 +141,15 @@ class Signal {
 };
 
 // A call that goes on in a thread of its own, which never needs the GIL. Its end is waited for by
-// whoever lets go of it last, unless it was abandoned. It owns what it uses: Python's collector of
-// cycles clears objects in any order, and does not see these.
+// whoever lets go of it last, unless it was abandoned, or this is a forked process, where it has no
+// end. It owns what it uses: Python's collector of cycles clears objects in any order, and does not
+// see these.
 class Running {
  public:
   Running(std::shared_ptr<const moe::Plan> plan, const Call& call, Address done, nb::object used)
       : used_(std::move(used)),
-        seconds_(std::async(std::launch::async, [plan = std::move(plan), call, done] {
+        plan_(std::move(plan)),
+        seconds_(std::async(std::launch::async, [plan = plan_, call, done] {
           const Signal signal(pointer<uint32_t>(done));
           plan->engine().pool().pin_caller();
           const auto began = std::chrono::steady_clock::now();
@@ -159,6 +161,10 @@ class Running {
   Running& operator=(const Running&) = delete;
   ~Running() {
     if (!seconds_.valid()) return;
+    if (!plan_->engine().pool().usable()) {
+      abandon();
+      return;
+    }
     const nb::gil_scoped_release unlocked;
     seconds_.wait();
   }
@@ -166,6 +172,7 @@ class Running {
   // The seconds it took; nothing where it goes on after `timeout` seconds, which are without end
   // below 0. Throws what the call has thrown; may be asked again.
   std::optional<double> wait(double timeout) const {
+    plan_->engine().pool().require_usable();
     if (timeout >= 0 &&
         seconds_.wait_for(std::chrono::duration<double>(timeout)) != std::future_status::ready) {
       return std::nullopt;
@@ -181,6 +188,7 @@ class Running {
 
  private:
   nb::object used_;
+  std::shared_ptr<const moe::Plan> plan_;
   std::shared_future<double> seconds_;
 };
 
