@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <future>
@@ -170,12 +171,17 @@ class Running {
   }
 
   // The seconds it took; nothing where it goes on after `timeout` seconds, which are without end
-  // below 0. Throws what the call has thrown; may be asked again.
+  // below 0. Counts its looks instead of reading a clock, so that a process that was stopped and
+  // continued is not late. Throws what the call has thrown; may be asked again.
   std::optional<double> wait(double timeout) const {
     plan_->engine().pool().require_usable();
-    if (timeout >= 0 &&
-        seconds_.wait_for(std::chrono::duration<double>(timeout)) != std::future_status::ready) {
-      return std::nullopt;
+    if (timeout >= 0) {
+      const double period = std::min(kLook, timeout / 4);
+      const std::chrono::duration<double> look(period);
+      for (double waited = 0; seconds_.wait_for(look) != std::future_status::ready;) {
+        waited += period;
+        if (waited >= timeout) return std::nullopt;
+      }
     }
     return seconds_.get();
   }
@@ -187,6 +193,8 @@ class Running {
   }
 
  private:
+  static constexpr double kLook = 0.1;  // seconds
+
   nb::object used_;
   std::shared_ptr<const moe::Plan> plan_;
   std::shared_future<double> seconds_;
