@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
-    """This part of a step with the CPU lane awake, and no output of it where the lane has failed.
+    """This part of a step after `wake`, and no output of it where the CPU has failed.
 
     An output that is waited for later is checked after that wait too: until then the GPU may still
     be asking the lane. Who waits may be another thread, while this one computes the next step.
