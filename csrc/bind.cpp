@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <future>
@@ -141,13 +142,15 @@ class Signal {
 };
 
 // A call that goes on in a thread of its own, which never needs the GIL. Its end is waited for by
-// whoever lets go of it last, unless it was abandoned. It owns what it uses: Python's collector of
-// cycles clears objects in any order, and does not see these.
+// whoever lets go of it last, unless it was abandoned, or this is a forked process, where it has no
+// end. It owns what it uses: Python's collector of cycles clears objects in any order, and does not
+// see these.
 class Running {
  public:
   Running(std::shared_ptr<const moe::Plan> plan, const Call& call, Address done, nb::object used)
       : used_(std::move(used)),
-        seconds_(std::async(std::launch::async, [plan = std::move(plan), call, done] {
+        plan_(std::move(plan)),
+        seconds_(std::async(std::launch::async, [plan = plan_, call, done] {
           const Signal signal(pointer<uint32_t>(done));
           plan->engine().pool().pin_caller();
           const auto began = std::chrono::steady_clock::now();
@@ -159,16 +162,26 @@ class Running {
   Running& operator=(const Running&) = delete;
   ~Running() {
     if (!seconds_.valid()) return;
+    if (!plan_->engine().pool().usable()) {
+      abandon();
+      return;
+    }
     const nb::gil_scoped_release unlocked;
     seconds_.wait();
   }
 
   // The seconds it took; nothing where it goes on after `timeout` seconds, which are without end
-  // below 0. Throws what the call has thrown; may be asked again.
+  // below 0. Counts its looks instead of reading a clock, so that a process that was stopped and
+  // continued is not late. Throws what the call has thrown; may be asked again.
   std::optional<double> wait(double timeout) const {
-    if (timeout >= 0 &&
-        seconds_.wait_for(std::chrono::duration<double>(timeout)) != std::future_status::ready) {
-      return std::nullopt;
+    plan_->engine().pool().require_usable();
+    if (timeout >= 0) {
+      const double period = std::min(kLook, timeout / 4);
+      const std::chrono::duration<double> look(period);
+      for (double waited = 0; seconds_.wait_for(look) != std::future_status::ready;) {
+        waited += period;
+        if (waited >= timeout) return std::nullopt;
+      }
     }
     return seconds_.get();
   }
@@ -180,7 +193,10 @@ class Running {
   }
 
  private:
+  static constexpr double kLook = 0.1;  // seconds
+
   nb::object used_;
+  std::shared_ptr<const moe::Plan> plan_;
   std::shared_future<double> seconds_;
 };
 

@@ -74,12 +74,13 @@ Pool::Pool(const std::vector<Core>& cores, int threads)
     ++node_threads_.back();
   }
   first_cpu_ = cores.front().cpu;
+  first_cpus_ = cores.front().siblings;
   shares_ = std::make_unique<Share[]>(static_cast<size_t>(kMaxPhases * threads));
   workers_.reserve(static_cast<size_t>(threads) - 1);
   for (int i = 1; i < threads; ++i) {
-    const int cpu = cores[static_cast<size_t>(i)].cpu;
-    worker_cpus_.push_back(cpu);
-    workers_.emplace_back([this, i, cpu] { worker(i, cpu); });
+    const Core& core = cores[static_cast<size_t>(i)];
+    worker_cpus_.insert(worker_cpus_.end(), core.siblings.begin(), core.siblings.end());
+    workers_.emplace_back([this, i, cpu = core.cpu] { worker(i, cpu); });
   }
 }
 
@@ -125,7 +126,7 @@ void Pool::leave_workers_core() const {
 }
 
 void Pool::leave_cores() const {
-  const auto is_ours = [this](int cpu) { return cpu == first_cpu_ || has(worker_cpus_, cpu); };
+  const auto is_ours = [this](int cpu) { return has(first_cpus_, cpu) || has(worker_cpus_, cpu); };
   if (!is_ours(sched_getcpu())) return;
   const std::vector<int> allowed = callers_cpus();
   std::vector<int> others;

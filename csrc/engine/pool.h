@@ -93,6 +93,8 @@ class Pool {
   const int threads_;
   const int64_t made_after_;  // so many forks
   int first_cpu_ = 0;
+  // Of the first core and of the workers', with SMT siblings: these share a core.
+  std::vector<int> first_cpus_;
   std::vector<int> worker_cpus_;
   std::vector<int> node_threads_;
   std::atomic<std::chrono::microseconds> spin_{kSpin};

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -91,14 +92,19 @@ int node_of(int cpu) {
 
 std::vector<Core> physical_cores() {
   std::vector<Core> cores;
-  std::set<std::pair<int, int>> seen;
+  std::map<std::pair<int, int>, size_t> seen;
   for (const int cpu : allowed_cpus()) {
     const std::string topology = cpu_directory(cpu) + "/topology/";
     const int package = read_int(topology + "physical_package_id", -1);
     const int core = read_int(topology + "core_id", -1);
-    const bool known = core >= 0;
-    if (known && !seen.insert({package, core}).second) continue;
-    cores.push_back({cpu, node_of(cpu)});
+    if (core >= 0) {
+      const auto [entry, is_new] = seen.try_emplace({package, core}, cores.size());
+      if (!is_new) {
+        cores[entry->second].siblings.push_back(cpu);
+        continue;
+      }
+    }
+    cores.push_back({cpu, node_of(cpu), {cpu}});
   }
   std::stable_sort(cores.begin(), cores.end(),
                    [](const Core& a, const Core& b) { return a.node < b.node; });

@@ -116,16 +116,20 @@ void test_leaving() {
   const std::vector<moe::Core> cores = moe::physical_cores();
   const std::vector<int> before = moe::callers_cpus();
   if (before.size() < 2) return;
-  const moe::Pool pool(cores, 1);
-  bool left = false;
-  for (int i = 0; i < 3 && !left; ++i) {
-    pin_to({cores.front().cpu});
-    pin_to(before);
-    pool.leave_cores();
-    left = sched_getcpu() != cores.front().cpu;
-  }
-  expect(left, "the pool's core is left");
+  const auto leaves = [&before](const moe::Pool& pool, int cpu) {
+    bool left = false;
+    for (int i = 0; i < 3 && !left; ++i) {
+      pin_to({cpu});
+      pin_to(before);
+      pool.leave_cores();
+      left = sched_getcpu() != cpu;
+    }
+    return left;
+  };
+  expect(leaves(moe::Pool(cores, 1), cores.front().cpu), "the pool's core is left");
   expect(moe::callers_cpus() == before, "a thread that left may run where it might before");
+  const moe::Core shared{.cpu = before.front(), .node = 0, .siblings = {before.back()}};
+  expect(leaves(moe::Pool({shared}, 1), before.back()), "a sibling of the pool's core is left");
 
   // Nowhere to go.
   const moe::Pool all(cores, static_cast<int>(cores.size()));

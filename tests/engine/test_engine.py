@@ -354,6 +354,67 @@ def test_forked_child_is_told_and_may_make_its_own(generator: torch.Generator) -
         child.join()
 
 
+# A process that is stopped for 3 s while it waits 1 s for a run.
+_STOP_DURING_WAIT = """
+import os, subprocess, time, torch
+from tests.engine.shards import make_spec, random_batch, random_shard
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Format
+
+generator = torch.Generator().manual_seed(0)
+spec = make_spec(1024, 1024, Format.FP32)
+plan = CpuExpertEngine(1).plan(
+    spec, random_shard(spec, 4, generator), max_tokens=8192, top_k=4
+)
+batch = random_batch(spec, 8192, 4, (0, 4), generator)
+out = torch.empty(batch[0].shape)
+script = f"sleep 0.2; kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"
+stopping = subprocess.Popen(["sh", "-c", script])
+began = time.monotonic()
+run = plan.start(*batch, out)
+try:
+    run.wait(1.0)
+    print("ended")
+except TimeoutError:
+    print("late" if time.monotonic() - began > 3.7 else "too soon")
+stopping.wait()
+"""
+
+
+def test_a_process_that_was_stopped_waits_on() -> None:
+    assert printed_by(_STOP_DURING_WAIT).strip() in ("ended", "late")
+
+
+# Of a run that is under way when the process forks: the child waits for it, and lets go of it.
+_FORK_DURING_RUN = """
+import os, torch
+from tests.engine.shards import make_spec, random_batch, random_shard
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Format
+
+generator = torch.Generator().manual_seed(0)
+spec = make_spec(512, 512, Format.FP32)
+plan = CpuExpertEngine(1).plan(
+    spec, random_shard(spec, 4, generator), max_tokens=2048, top_k=2
+)
+x, ids, weights = random_batch(spec, 2048, 2, (0, 4), generator)
+run = plan.start(x, ids, weights, torch.empty(x.shape))
+child = os.fork()
+try:
+    run.wait()
+    print("waited")
+except RuntimeError as error:
+    assert child == 0 and "fork" in str(error)
+    del run
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_does_not_wait_for_a_run_of_its_parent() -> None:
+    assert printed_by(_FORK_DURING_RUN, 60).split() == ["waited", "7"]
+
+
 def test_interpreter_exits_with_an_engine_alive() -> None:
     code = (
         "import torch\n"

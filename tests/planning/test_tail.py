@@ -57,6 +57,15 @@ def test_the_cpus_part_is_left_out_where_it_does_not_pay_and_tried_again() -> No
     assert worth.has_part(0)
 
 
+def test_one_disturbed_step_changes_nothing_where_the_part_saves_little() -> None:
+    worth = TailWorth()
+    for share in 6 * [0.95, 0.95, 0.95, 50.0]:
+        worth.took(512, share)
+        assert worth.has_part(512)
+    worth.took(512, 50.0)
+    assert not worth.has_part(512)
+
+
 def test_other_sizes_and_another_cpu_scale_what_an_expert_takes() -> None:
     rates = TailRates(copy=4.0, cpu=2.0, cpu_row=0.5)
     assert rates.of(2.0) == TailRates(8.0, 4.0, 1.0)

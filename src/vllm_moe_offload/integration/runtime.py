@@ -390,11 +390,18 @@ class OffloadRuntime:
             self._share.wake()
 
     def check(self) -> None:
-        """Before a step's output is used: CpuLaneError when the CPU lane has failed."""
-        if self._share is not None:
-            self._share.check()
+        """When a step has been launched, by the thread that did: CpuLaneError where it has failed.
+
+        The CPU lane, or the CPU's part of a streamed step.
+        """
+        self.check_lane()
         if self._streaming is not None:
             self._streaming.check()
+
+    def check_lane(self) -> None:
+        """Before a step's output is used, by any thread: CpuLaneError when the lane has failed."""
+        if self._share is not None:
+            self._share.check()
 
     def close(self) -> None:
         """No step comes any more: the CPU lane ends. May be called twice."""

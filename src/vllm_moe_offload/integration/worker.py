@@ -49,10 +49,10 @@ def install() -> None:
 
 
 def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
-    """This part of a step with the CPU lane awake, and no output of it where the lane has failed.
+    """This part of a step after `wake`, and no output of it where the CPU has failed.
 
-    An output that is waited for later is checked after that wait: until then the GPU may still be
-    asking the lane.
+    An output that is waited for later is checked after that wait too: until then the GPU may still
+    be asking the lane. Who waits may be another thread, while this one computes the next step.
     """
 
     @functools.wraps(step)
@@ -62,17 +62,16 @@ def _guarded(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(self, *args, **kwargs)
         runtime.wake()
         output = step(self, *args, **kwargs)
+        runtime.check()
         if isinstance(output, AsyncModelRunnerOutput):
             wait = output.get_output
 
             def get_output() -> Any:
                 waited = wait()
-                runtime.check()
+                runtime.check_lane()
                 return waited
 
             output.get_output = get_output  # type: ignore[method-assign]
-        else:
-            runtime.check()
         return output
 
     guarded.__moe_offload__ = True  # type: ignore[attr-defined]

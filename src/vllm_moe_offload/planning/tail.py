@@ -10,10 +10,8 @@ import numpy.typing as npt
 
 # A step that would not have the CPU's part has it when so many of its size have passed.
 _AGAIN = 32
-# What is believed before there was a step of a size, and the most that one step says: so one that
-# was disturbed changes nothing, and two that were as slow do.
-_BELIEVED = 0.6
-_MOST = 1.3
+# The shares of the last two steps of a size, before there were any: the part pays.
+_BELIEVED = (0.6, 0.6)
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,13 @@ class TailWorth:
     """Whether steps are sooner done with the CPU's part, by what such steps took.
 
     Steps of similar sizes share an opinion: what the part costs beside the experts (the host waits
-    for the routing, the sum passes the bus) grows with the rows, and what it saves shrinks.
+    for the routing, the sum passes the bus) grows with the rows, and what it saves shrinks. The
+    lesser of the last two shares decides: a step that was disturbed changes nothing, however
+    little the part saves, and two in turn do.
     """
 
     def __init__(self) -> None:
-        self._shares: dict[int, float] = {}
+        self._shares: dict[int, tuple[float, float]] = {}
         self._skipped: dict[int, int] = {}
 
     def has_part(self, rows: int) -> bool:
@@ -62,7 +62,7 @@ class TailWorth:
         Now and then one has it that would not: the machine may have become another.
         """
         size = _size(rows)
-        if self._shares.get(size, _BELIEVED) < 1.0:
+        if min(self._shares.get(size, _BELIEVED)) < 1.0:
             return True
         self._skipped[size] = (self._skipped.get(size, 0) + 1) % _AGAIN
         return self._skipped[size] == 0
@@ -70,8 +70,8 @@ class TailWorth:
     def took(self, rows: int, share: float) -> None:
         """A step with it took `share` of what copying every expert would have taken."""
         size = _size(rows)
-        before = self._shares.get(size, _BELIEVED)
-        self._shares[size] = (before + min(share, _MOST)) / 2
+        _, before = self._shares.get(size, _BELIEVED)
+        self._shares[size] = before, share
 
 
 def _size(rows: int) -> int:

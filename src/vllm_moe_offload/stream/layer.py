@@ -47,8 +47,7 @@ class InBuffer:
     """A layer's place in one of the buffers.
 
     `tensors`: name -> ``[B, ...]``; `copies`: to these, from the layer's in host memory; `lane`:
-    computes from them; `expert_map` and `at_hand`: int32
-    [E + 1], on the lane's device.
+    computes from them; `expert_map` and `at_hand`: int32 [E + 1], on the lane's device.
     """
 
     tensors: Tensors

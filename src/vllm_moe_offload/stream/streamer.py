@@ -108,7 +108,10 @@ class LayerStreamer:
         return self.threshold is not None and rows > self.threshold
 
     def check(self) -> None:
-        """Before the output of a step is used: CpuLaneError where the CPU's part has failed."""
+        """When a step has been launched, by the thread that did: CpuLaneError where the CPU failed.
+
+        What is computed then is waited for: another thread would take it from the next step.
+        """
         if self.tail is not None:
             self.tail.finish()
 
