@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ import torch
 from tests.engine import oracle
 from tests.engine.interpreters import printed_by
 from tests.engine.shards import make_spec, random_batch, random_shard
-from vllm_moe_offload.engine import ISA_VARIABLE, CpuExpertEngine, ExpertPlan
+from vllm_moe_offload.engine import ISA_VARIABLE, CpuExpertEngine, ExpertPlan, _engine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 
 CORES = CpuExpertEngine().threads
@@ -211,6 +212,39 @@ def test_a_started_run_can_be_waited_for_a_while_or_not_at_all(generator: torch.
         assert not done.item(), "nobody has waited"
         while not done.item():
             time.sleep(0.001)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs another CPU")
+def test_a_started_run_has_the_first_core_and_who_starts_it_leaves_that(
+    generator: torch.Generator,
+) -> None:
+    allowed, current_cpu = os.sched_getaffinity(0), ctypes.CDLL(None).sched_getcpu
+    spec = make_spec(1024, 1024, Format.FP32)
+    with CpuExpertEngine(1) as engine:
+        plan = engine.plan(spec, random_shard(spec, 4, generator), max_tokens=1024, top_k=4)
+        batch = random_batch(spec, 1024, 4, (0, 4), generator)
+        (first, _), *_ = _engine.physical_cores()
+
+        def pinned() -> int:
+            masks = []
+            for thread in os.listdir("/proc/self/task"):
+                with suppress(OSError):  # it has ended
+                    masks.append(os.sched_getaffinity(int(thread)))
+            return masks.count({first})
+
+        before, left, has_core = pinned(), False, False
+        # What the kernel does with a thread that has moved is its own affair.
+        for _ in range(3):
+            os.sched_setaffinity(0, {first})
+            os.sched_setaffinity(0, allowed)
+            done = torch.zeros(1, dtype=torch.int32)
+            run = plan.start(*batch, torch.empty(batch[0].shape), done=done)
+            left |= current_cpu() != first
+            while not done.item():
+                has_core |= pinned() > before
+            run.wait()
+        assert left and has_core
+        assert os.sched_getaffinity(0) == allowed
 
 
 def test_a_started_run_that_is_let_go_of_has_ended(

@@ -16,10 +16,12 @@ from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.copies import CopyStream
+from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.lanes import MAX_CAPTURED, CapturedLayer, EngineLane, OffloadedLayer
+from vllm_moe_offload.lanes.kept import KeptOnDevice
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer, buffer_bytes
 
@@ -185,6 +187,36 @@ def test_a_prompt_in_waves_leaves_what_its_last_rows_use(engine: CpuExpertEngine
     ids = torch.cat([first, last])
     model.check(ids, torch.tensor([0, len(ids)], dtype=torch.int32))
     assert model.in_slots() == {2, 3, 4, 5}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_is_compiled_for_the_first_prompt() -> None:
+    from vllm_moe_offload.device.fetch_kernel import fetch_kernel
+    from vllm_moe_offload.device.keep_kernel import keep_kernel
+
+    def compiled() -> int:
+        kernels = (keep_kernel, fetch_kernel)
+        return sum(len(found[0]) for each in kernels for found in each.device_caches.values())
+
+    device = torch.device("cuda")
+    # Sizes that no other test has compiled for.
+    step = DeviceStep(131, 9, "lfru", top_k=5, cache_topk=5, num_waves=1, device=device)
+    layout = ExpertSpec(52, 28, Activation.SILU, Format.FP32).layout
+    before = compiled()
+    kept = KeptOnDevice(step, [layout.empty(7, device) for _ in "01"], layout.empty(9, device))
+    made = compiled()
+    assert made > before
+    ids = torch.randint(0, 131, (40, 5), dtype=torch.int32, device=device)
+    requests = torch.tensor([0, 3, 40], dtype=torch.int32, device=device)
+    for at_hand in (None, torch.ones(131, dtype=torch.int32, device=device)):
+        kept.decide(ids, requests, at_hand)
+    nowhere = torch.full((132,), -1, dtype=torch.int32, device=device)
+    for rows in (None, nowhere):
+        kept._decide.kept_count.zero_()
+        kept.take(0, rows)
+        kept.take(1, rows)
+    assert compiled() == made
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")

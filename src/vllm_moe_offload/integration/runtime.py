@@ -376,8 +376,10 @@ class OffloadRuntime:
         self._clock.begin(rows, goes_on, clock())
         if self._share is not None:
             self._share.correct()
-        # A lane that watched for requests would have the core that streamed steps compute on.
-        self._asks = self._streaming is None or not self._streaming.expect(rows)
+        # A lane that watched for requests would have the core that streamed steps compute on; but
+        # after such a step a draft model may ask.
+        is_streamed = self._streaming is not None and self._streaming.expect(rows)
+        self._asks = not is_streamed or draft_model(self._vllm_config) is not None
 
     def wake(self) -> None:
         """Before a step is launched: the CPU lane watches for its requests, if it will ask any.
