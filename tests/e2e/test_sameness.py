@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from tests.e2e.engines import (  # noqa: E402
 )
 from tests.e2e.faults import FAULTS  # noqa: E402
 from vllm_moe_offload import moe_offload_args  # noqa: E402
-from vllm_moe_offload.device.copies import CopyStream, Pairs  # noqa: E402
+from vllm_moe_offload.device.copies import Pairs, RowCopies, Runs  # noqa: E402
 from vllm_moe_offload.device.host import HostSlotCache  # noqa: E402
 from vllm_moe_offload.planning import TailRates  # noqa: E402
 from vllm_moe_offload.stream import CpuTail  # noqa: E402
@@ -117,24 +116,24 @@ def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
         assert (missed > 0) == (threshold > 0)
 
 
-def flip(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
-    """In place of `CopyStream.copy`: every expert becomes another."""
-    copy(self, [(to, source.flip(0)) for to, source in pairs], **marks)
+def flip(self: RowCopies, runs: Runs) -> Pairs:
+    """In place of `RowCopies.pairs`: every expert becomes another."""
+    return [(to, source.flip(0)) for to, source in row_pairs(self, runs)]
 
 
-def drop(self: CopyStream, pairs: Pairs, **marks: Any) -> None:
+def drop(self: RowCopies, runs: Runs) -> Pairs:
     """One that is not copied: what was in its row before stays."""
-    copy(self, [(to[1:], source[1:]) for to, source in pairs], **marks)
+    return [(to[1:], source[1:]) for to, source in row_pairs(self, runs)]
 
 
-copy = CopyStream.copy
+row_pairs = RowCopies.pairs
 
 
 def check_faults_in_the_buffers(ours: LLM, model: Model) -> None:
     """The last that is done with an engine: they stay in slots."""
     for fault in (flip, drop):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(CopyStream, "copy", fault)
+            patch.setattr(RowCopies, "pairs", fault)
             assert greedy(ours, model.prompts) != model.tokens, fault.__doc__
 
 
@@ -167,7 +166,7 @@ def test_bf16_by_ping_pong_is_no_further_from_float32_than_stock_is(
         got = log_probabilities(ours, model.sequences)
         assert is_no_further(got, model.stock_bf16, model.reference)
         for fault in (flip, drop):
-            monkeypatch.setattr(CopyStream, "copy", fault)
+            monkeypatch.setattr(RowCopies, "pairs", fault)
             got = log_probabilities(ours, model.sequences)
             assert not is_no_further(got, model.stock_bf16, model.reference), fault.__doc__
 
