@@ -58,7 +58,8 @@ class KeptOnDevice(Kept):
         self._decide = DeviceKeep(step)
         self.counter = self._decide.counter
         self._copies = [ExpertFetch(buffer, slots, num_programs=_PROGRAMS) for buffer in buffers]
-        self._compile()
+        if self.counter.is_cuda:
+            self._compile()
 
     def _compile(self) -> None:
         """Launch each kernel in each form for a step of no request, which changes nothing.
