@@ -116,9 +116,17 @@ def test_float32_gives_identical_tokens_through_buffers(model: Model) -> None:
         assert (missed > 0) == (threshold > 0)
 
 
-def flip(self: RowCopies, runs: Runs) -> Pairs:
-    """In place of `RowCopies.pairs`: every expert becomes another."""
-    return [(to, source.flip(0)) for to, source in row_pairs(self, runs)]
+def shift(self: RowCopies, runs: Runs) -> Pairs:
+    """In place of `RowCopies.pairs`: every expert becomes the next one."""
+    num_experts = len(self._pairs[0][0])
+    rows = [
+        ((expert + 1) % num_experts, row)
+        for experts, places in runs
+        for expert, row in zip(
+            range(experts.start, experts.stop), range(places.start, places.stop), strict=True
+        )
+    ]
+    return row_pairs(self, [(slice(e, e + 1), slice(row, row + 1)) for e, row in rows])
 
 
 def drop(self: RowCopies, runs: Runs) -> Pairs:
@@ -131,7 +139,7 @@ row_pairs = RowCopies.pairs
 
 def check_faults_in_the_buffers(ours: LLM, model: Model) -> None:
     """The last that is done with an engine: they stay in slots."""
-    for fault in (flip, drop):
+    for fault in (shift, drop):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowCopies, "pairs", fault)
             assert greedy(ours, model.prompts) != model.tokens, fault.__doc__
@@ -165,7 +173,7 @@ def test_bf16_by_ping_pong_is_no_further_from_float32_than_stock_is(
     with engine(model.path, dtype="bfloat16", **moe_offload_args(mode="stream")) as ours:
         got = log_probabilities(ours, model.sequences)
         assert is_no_further(got, model.stock_bf16, model.reference)
-        for fault in (flip, drop):
+        for fault in (shift, drop):
             monkeypatch.setattr(RowCopies, "pairs", fault)
             got = log_probabilities(ours, model.sequences)
             assert not is_no_further(got, model.stock_bf16, model.reference), fault.__doc__
