@@ -114,12 +114,9 @@ class Streaming:
         tried = step(name, TRIED_ROWS)
         seconds = self._seconds(layer, tried, 0)
         if has_tail:
-            alone = seconds / layer.num_experts
+            rates = self._tail_rates(layer, tried, seconds, cpu[name], step(name, 1))
             self._streamer.tail = CpuTail(
-                self._tail_rates(layer, tried, seconds, cpu[name], step(name, 1)),
-                self._corrects,
-                alone if self._corrects else None,
-                layer.layout.nbytes,
+                rates, self._corrects, rates.copy if self._corrects else None, layer.layout.nbytes
             )
             for other in both:
                 check(other)
@@ -176,20 +173,21 @@ class Streaming:
         every = torch.arange(layer.num_experts + 1, dtype=torch.int32)
         every[-1] = -1
         done = torch.zeros(1, dtype=torch.int32)
-        copying, computing = [], []
+        taken = []
         for turns in (1, _MANY_ROWS):
             xs, ws, names = (tensor.repeat(turns, 1) for tensor in (x, weights, ids))
             out = torch.empty(xs.shape, dtype=torch.float32)
             begin = partial(cpu.begin, xs, ws, names, every, out, done)
-            taken = [self._beside(layer, step, begin) for _ in range(_TIMES)]
-            copying.append(min(copied for copied, _ in taken))
-            computing.append(min(computed for _, computed in taken) / layer.num_experts)
-        row = max((computing[1] - computing[0]) / (_MANY_ROWS - 1), 0.0)
+            each = [self._beside(layer, step, begin) for _ in range(_TIMES)]
+            taken.append([min(lane) for lane in zip(*each, strict=True)])
+        # Of a row each the CPU hardly but reads: that is what slows copies.
+        (copying, reading), (_, computing) = taken
+        row = max((computing - reading) / layer.num_experts / (_MANY_ROWS - 1), 0.0)
         return TailRates(
             copy=seconds / layer.num_experts,
-            cpu=max(computing[0] - row, 0.0),
+            cpu=max(reading / layer.num_experts - row, 0.0),
             cpu_row=row,
-            slowed=max(copying[0] / seconds, 1.0),  # of a row each the CPU hardly but reads
+            slowed=max(copying / seconds, 1.0),
         )
 
     def _beside(

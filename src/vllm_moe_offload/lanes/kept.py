@@ -54,20 +54,19 @@ class KeptOnDevice(Kept):
     """Decided on the device, from the state of `step`."""
 
     def __init__(self, step: DeviceStep, buffers: Sequence[Tensors], slots: Tensors) -> None:
-        self._top_k = step.top_k
         self._decide = DeviceKeep(step)
         self.counter = self._decide.counter
         self._copies = [ExpertFetch(buffer, slots, num_programs=_PROGRAMS) for buffer in buffers]
         if self.counter.is_cuda:
-            self._compile()
+            self._compile(step.top_k)
 
-    def _compile(self) -> None:
+    def _compile(self, top_k: int) -> None:
         """Launch each kernel in each form for a step of no request, which changes nothing.
 
         Compiling them takes a second, which a request would otherwise wait.
         """
         kept = self._decide.kept
-        ids = torch.zeros(1, self._top_k, dtype=torch.int32, device=kept.device)
+        ids = torch.zeros(1, top_k, dtype=torch.int32, device=kept.device)
         requests = torch.zeros(2, dtype=torch.int32, device=kept.device)
         for experts in (None, torch.zeros(len(kept), dtype=torch.int32, device=kept.device)):
             self.decide(ids, requests, experts)
