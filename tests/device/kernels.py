@@ -6,10 +6,13 @@ test of such a file starts one over the same file.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +37,30 @@ def marked(test: object) -> object:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory that `DEVICE` can read."""
     return tensor.clone() if INTERPRETED else tensor.cpu().pin_memory()
+
+
+def _store_words_once() -> None:
+    """Let the interpreter write a single word with one store, as a GPU does.
+
+    Its own copy of four bytes writes them twice: a thread that takes a flag in between finds it set
+    again, and a request would be answered twice.
+    """
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    store = builder.create_store
+
+    def create_store(self: Any, ptr: Any, value: Any, cache_policy: Any) -> None:
+        if ptr.data.size != 1 or value.data.dtype != np.int32:
+            store(self, ptr, value, cache_policy)
+            return
+        word = ctypes.c_int32.from_address(int(ptr.data.item()))
+        word.value = int(value.data.item())
+
+    builder.create_store = create_store
+
+
+if INTERPRETED:
+    _store_words_once()
 
 
 def run_interpreted(file: str) -> None:
