@@ -97,7 +97,6 @@ def test_rates_are_corrected_where_they_may_be(engine: CpuExpertEngine, corrects
     assert settled.checked == 2 * ["layers.0", "layers.1"], "again with the CPU's part"
     tail = settled.tail
     assert tail._corrects == corrects
-    assert (tail._alone is not None) == corrects
     assert tail._expert_bytes == SPEC.layout.nbytes
     assert tail._measured.copy > 0
     assert tail._measured.slowed >= 1

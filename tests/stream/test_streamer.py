@@ -252,13 +252,16 @@ def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> Non
     assert shares[-1] == (4 if corrects else 10)
 
 
-@pytest.mark.parametrize(("alone", "copied"), [(1e-9, 9), (1e9, 3), (None, 3)])
+@pytest.mark.parametrize(
+    ("copy", "corrects", "copied"), [(1e-9, True, 9), (1e9, True, 3), (1e-9, False, 3)]
+)
 def test_a_step_that_copies_would_have_done_sooner_is_copied_next_time(
-    alone: float | None, copied: int
+    copy: float, corrects: bool, copied: int
 ) -> None:
     """A third of what is missing is copied ahead with a part of the CPU's, else all."""
     model = Model(Machine(None), [(9, 0), (9, 0), (9, 0)])
-    tail = model.streamer.tail = LateTail(model.machine, TailRates(1.0, 0.0, 0.0), alone=alone)
+    rates = TailRates(copy, 0.0, 0.0)
+    tail = model.streamer.tail = LateTail(model.machine, rates, corrects=corrects)
     for _ in range(2):  # one slow step may be chance
         before = model.streamer.copies.copied
         model.streamer.begin(512)
@@ -281,7 +284,7 @@ def test_what_a_step_took_is_from_one_routing_to_the_next(monkeypatch: pytest.Mo
     """As a share of copying all that the layers between lacked, of whatever sizes."""
     clock, told = 0.0, []
     monkeypatch.setattr(tail_module.time, "perf_counter", lambda: clock)
-    tail = CpuTail(TailRates(1.0, 0.0, 0.0), alone=2.0, expert_bytes=8)
+    tail = CpuTail(TailRates(2.0, 0.0, 0.0), corrects=True, expert_bytes=8)
     tail._worth.took = lambda *given: told.append(given)
     ids = torch.arange(20, dtype=torch.int32)[:, None]
 

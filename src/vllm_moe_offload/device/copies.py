@@ -40,7 +40,10 @@ class RowCopies:
                     f"rows of {tuple(other.shape[1:])} {other.dtype}"
                 )
             if not (tensor.is_contiguous() and other.is_contiguous()):
-                raise ValueError(f"{name}: only rows of contiguous tensors are copied")
+                raise ValueError(
+                    f"{name}: rows of a tensor that is not contiguous cannot be copied: give both "
+                    "as contiguous()"
+                )
             row_bytes = tensor.nbytes // len(tensor)
             self._places.append((tensor.data_ptr(), other.data_ptr(), row_bytes))
         self._is_cuda = any(other.is_cuda for _, other in self._pairs)

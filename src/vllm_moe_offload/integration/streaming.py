@@ -115,9 +115,7 @@ class Streaming:
         seconds = self._seconds(layer, tried, 0)
         if has_tail:
             rates = self._tail_rates(layer, tried, seconds, cpu[name], step(name, 1))
-            self._streamer.tail = CpuTail(
-                rates, self._corrects, rates.copy if self._corrects else None, layer.layout.nbytes
-            )
+            self._streamer.tail = CpuTail(rates, self._corrects, layer.layout.nbytes)
             for other in both:
                 check(other)
             seconds = self._seconds(layer, tried, 0)

@@ -53,9 +53,8 @@ class CpuTail:
 
     Args:
         rates: What an expert takes of each lane.
-        corrects: Whether the CPU's rate follows what its computations take.
-        alone: Seconds an expert takes where all are copied; a step of a size for which that has
-            shown to be quicker is without the CPU. None: none is.
+        corrects: Whether the CPU's rate follows what its computations take, and a step of a size
+            for which copying every expert has shown to be quicker is without the CPU.
         expert_bytes: Of an expert that takes so long; others take as many times that as they have
             bytes. None: they are all alike.
     """
@@ -64,13 +63,11 @@ class CpuTail:
         self,
         rates: TailRates,
         corrects: bool = False,
-        alone: float | None = None,
         expert_bytes: int | None = None,
     ) -> None:
         self._measured = self._rates = rates
         self._expert_bytes = expert_bytes
         self._corrects = corrects
-        self._alone = alone
         self._worth = TailWorth()
         # Of the step under way: its rows; what its last layer lacked, in experts of those bytes;
         # when the routing of that was read; the seconds from each reading to the next, and what
@@ -98,7 +95,7 @@ class CpuTail:
             self._worth.took(self._rows, self._passed / self._by_copies)
         self._rows, self._read_at = rows, None
         self._passed = self._by_copies = 0.0
-        return self._alone is None or self._worth.has_part(rows)
+        return not self._corrects or self._worth.has_part(rows)
 
     def read(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> OnHost:
         """Waits for the current stream, and first for what it waits for; raises as `finish`."""
@@ -120,9 +117,9 @@ class CpuTail:
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()
         before, self._read_at = self._read_at, time.perf_counter()
-        if before is not None and self._alone is not None:
+        if before is not None and self._corrects:
             self._passed += self._read_at - before
-            self._by_copies += self._missing * self._alone
+            self._by_copies += self._missing * self._measured.copy
         return read
 
     def choose(
