@@ -85,7 +85,7 @@ class GpuLayer:
                 pass
         self.request[0] = ASKED
 
-    def wait(self, seconds: float = 5.0) -> int:
+    def wait(self, seconds: float = 30.0) -> int:
         deadline = time.monotonic() + seconds
         while self.answer[0] == 0 and time.monotonic() < deadline:
             time.sleep(0)
@@ -128,7 +128,7 @@ def engine() -> Iterator[CpuExpertEngine]:
 
 
 def make(
-    engine: CpuExpertEngine, generator: torch.Generator, timeout: float = 3.0
+    engine: CpuExpertEngine, generator: torch.Generator, timeout: float = 30.0
 ) -> tuple[Doorbell, list[GpuLayer]]:
     board = make_board(len(SPECS))
     doorbell = engine.doorbell(board, len(SPECS), timeout=timeout)
