@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -485,7 +486,8 @@ def reason(log: str) -> str:
 
 @contextmanager
 def session(bench: str, options: argparse.Namespace) -> Iterator[Session]:
-    """A session in a temporary folder."""
+    """A session in a temporary folder; asked to end (SIGTERM), it ends what it has started."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix=f"bench-{bench}-") as folder:
         made = Session(bench, options, Path(folder))
         try:

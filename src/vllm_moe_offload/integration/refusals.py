@@ -139,5 +139,5 @@ def refuse_settings(config: OffloadConfig) -> None:
     if split:
         raise UnsupportedError(
             f"moe_offload: {', '.join(split)}: vLLM's CPU build has no bus to share the missing "
-            "experts with: leave it out, or use mode='cache' or mode='cpu' there"
+            "experts with: leave it out, or use mode='cache', 'cpu' or 'stream' there"
         )
