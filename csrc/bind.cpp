@@ -265,7 +265,10 @@ NB_MODULE(_engine, m) {
           "memory"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("phase_seconds",
                    [](moe::Engine& engine) {
-                     const moe::PhaseSeconds seconds = engine.phase_seconds();
+                     const moe::PhaseSeconds seconds = [&engine] {
+                       const nb::gil_scoped_release unlocked;
+                       return engine.phase_seconds();
+                     }();
                      return nb::make_tuple(seconds.prepare, seconds.up, seconds.down);
                    })
       .def("tile_multiply_adds", &moe::tile_multiply_adds, "count"_a,

@@ -176,6 +176,7 @@ Engine::Engine(std::shared_ptr<Pool> pool, const std::string& isa)
       node_ends_(pool_->node_threads().size()) {}
 
 PhaseSeconds Engine::phase_seconds() {
+  pool_->require_usable();
   const std::lock_guard<std::recursive_mutex> lock(pool_->mutex());
   return seconds_;
 }

@@ -49,7 +49,7 @@ class Engine {
   const Isa& isa() const { return isa_; }
   Pool& pool() { return *pool_; }
   const Pool& pool() const { return *pool_; }
-  // Of the last call of any plan.
+  // Of the last call of any plan; waits for one in progress. Throws where the pool is not usable.
   PhaseSeconds phase_seconds();
 
  private:

@@ -1,15 +1,21 @@
 // The engine without Python, to be run under sanitizers: every instruction set against the scalar
 // one, weights and operands that end where a page does (reading on is a fault), two callers at
 // once, errors; and the doorbell (doorbell_test.cpp).
+#include <pthread.h>
 #include <sched.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
+#include "engine/doorbell.h"
 #include "engine/plan.h"
 #include "engine/topology.h"
 #include "tests/support.h"
@@ -137,9 +143,64 @@ void test_leaving() {
   expect(moe::callers_cpus() == before, "a pool of every core");
 }
 
+// Whether `body` returns true in a process with address space for so many stacks of threads more.
+bool holds_with_stacks(size_t stacks, const std::function<bool()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    long pages = 0;
+    FILE* const statm = std::fopen("/proc/self/statm", "r");
+    const bool known = statm != nullptr && std::fscanf(statm, "%ld", &pages) == 1;
+    if (statm != nullptr) std::fclose(statm);
+    pthread_attr_t attributes;
+    size_t stack = 0;
+    pthread_getattr_default_np(&attributes);
+    pthread_attr_getstacksize(&attributes, &stack);
+    rlimit limit;
+    getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur =
+        static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE)) + stacks * stack + stack / 2;
+    setrlimit(RLIMIT_AS, &limit);
+    _exit(known && body() ? 0 : 1);
+  }
+  int status = -1;
+  return waitpid(child, &status, 0) == child && status == 0;
+}
+
+// Threads that the operating system does not let start are an error, not the process's end. To be
+// asked before this process has had threads, whose stacks would be used again.
+void test_threads_that_cannot_start() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which want much memory
+  const auto throws = [](const auto& start) {
+    try {
+      start();
+    } catch (const std::runtime_error&) {
+      return true;
+    }
+    return false;
+  };
+  const std::vector<moe::Core> cores(64, moe::physical_cores().front());
+  const auto pool = [&] { return throws([&] { moe::Pool(cores, 64); }); };
+  expect(holds_with_stacks(3, pool), "a pool whose threads cannot start");
+
+  const auto doorbell = [&] {
+    alignas(moe::kBoardAlign) std::byte board[moe::board_bytes(1)] = {};
+    moe::Doorbell bell(std::make_shared<moe::Engine>(1, ""), board, 1, {});
+    if (!throws([&] { bell.start(); })) return false;
+    rlimit limit;
+    getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_AS, &limit);
+    bell.start();
+    return bell.stop();
+  };
+  expect(holds_with_stacks(1, doorbell), "a doorbell whose second thread cannot start");
+#endif
+}
+
 }  // namespace
 
 int main() {
+  test_threads_that_cannot_start();
   const Case cases[] = {{Format::kBf16, 70, 33, 4, 1},     {Format::kBf16, 128, 64, 4, 1},
                         {Format::kFp8, 150, 77, 4, 128},   {Format::kInt4, 96, 160, 4, 32},
                         {Format::kInt4, 384, 256, 4, 128}, {Format::kMxfp4, 224, 96, 4, 32},
