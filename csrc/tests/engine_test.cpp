@@ -4,14 +4,17 @@
 #include <pthread.h>
 #include <sched.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -116,6 +119,35 @@ void test_errors(const Case& c) {
   }
 }
 
+// What a container's cgroup says, of either version.
+void test_quota() {
+  char root[] = "/tmp/moe-cgroup-XXXXXX";
+  if (mkdtemp(root) == nullptr) return expect(false, "a folder");
+  const std::string folder = root;
+  const auto write = [](const std::string& path, const char* text) {
+    FILE* const file = std::fopen(path.c_str(), "w");
+    if (file == nullptr) return expect(false, "a file");
+    std::fputs(text, file);
+    std::fclose(file);
+  };
+  expect(moe::cpu_quota(folder) > 1e6, "no cgroup, no limit");
+  mkdir((folder + "/cpu").c_str(), 0700);
+  write(folder + "/cpu/cpu.cfs_period_us", "100000\n");
+  write(folder + "/cpu/cpu.cfs_quota_us", "-1\n");
+  expect(moe::cpu_quota(folder) > 1e6, "version 1 without a limit");
+  write(folder + "/cpu/cpu.cfs_quota_us", "250000\n");
+  expect(moe::cpu_quota(folder) == 2.5, "version 1");
+  write(folder + "/cpu.max", "max 100000\n");
+  expect(moe::cpu_quota(folder) > 1e6, "version 2 without a limit");
+  write(folder + "/cpu.max", "800000 100000\n");
+  expect(moe::cpu_quota(folder) == 8, "version 2");
+  for (const char* name : {"/cpu/cpu.cfs_period_us", "/cpu/cpu.cfs_quota_us", "/cpu.max"}) {
+    std::remove((folder + name).c_str());
+  }
+  std::remove((folder + "/cpu").c_str());
+  std::remove(root);
+}
+
 // A thread that has started a call is not where the pool's threads are. What the kernel does with
 // it afterwards is its own affair, hence the second and third look.
 void test_leaving() {
@@ -209,6 +241,7 @@ int main() {
   for (const Case& c : cases) test_nodes(c);
   test_two_callers(cases[0]);
   test_errors(cases[0]);
+  test_quota();
   test_leaving();
   test_doorbell();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures.load());
