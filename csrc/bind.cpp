@@ -47,7 +47,7 @@ Enum checked_enum(int32_t value, int32_t count, const char* what) {
 moe::Matrix make_matrix(Address weight, int64_t rows, int64_t row_bytes, int64_t parts,
                         Address bias, Address scale, int64_t scale_expert_bytes,
                         int64_t scale_row_bytes, int64_t scale_block_rows, int64_t scale_part_rows,
-                        int64_t scale_shift, Address zero, Address global, int64_t global_parts) {
+                        int64_t scale_shift, Address zero, Address global) {
   if (weight == 0 || rows < 1 || parts < 1 || rows % parts != 0 || scale_block_rows < 1 ||
       scale_shift < 0 || scale_shift > 63) {
     throw std::invalid_argument("a matrix needs weights, whole parts and positive sizes");
@@ -65,8 +65,7 @@ moe::Matrix make_matrix(Address weight, int64_t rows, int64_t row_bytes, int64_t
           .scale_part_rows = scale_part_rows,
           .scale_shift = scale_shift,
           .zero = pointer<const std::byte>(zero),
-          .global = pointer<const float>(global),
-          .global_parts = global_parts};
+          .global = pointer<const float>(global)};
 }
 
 std::shared_ptr<moe::Plan> make_plan(std::shared_ptr<moe::Engine> engine, const moe::Matrix& w13,
@@ -265,7 +264,10 @@ NB_MODULE(_engine, m) {
           "memory"_a, "bytes"_a, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("phase_seconds",
                    [](moe::Engine& engine) {
-                     const moe::PhaseSeconds seconds = engine.phase_seconds();
+                     const moe::PhaseSeconds seconds = [&engine] {
+                       const nb::gil_scoped_release unlocked;
+                       return engine.phase_seconds();
+                     }();
                      return nb::make_tuple(seconds.prepare, seconds.up, seconds.down);
                    })
       .def("tile_multiply_adds", &moe::tile_multiply_adds, "count"_a,
@@ -274,7 +276,7 @@ NB_MODULE(_engine, m) {
   nb::class_<moe::Matrix>(m, "Matrix")
       .def(nb::new_(&make_matrix), nb::kw_only(), "weight"_a, "rows"_a, "row_bytes"_a, "parts"_a,
            "bias"_a, "scale"_a, "scale_expert_bytes"_a, "scale_row_bytes"_a, "scale_block_rows"_a,
-           "scale_part_rows"_a, "scale_shift"_a, "zero"_a, "global_scale"_a, "global_parts"_a);
+           "scale_part_rows"_a, "scale_shift"_a, "zero"_a, "global_scale"_a);
 
   nb::class_<moe::Plan>(m, "Plan")
       .def(nb::new_(&make_plan), nb::kw_only(), "engine"_a, "w13"_a, "w2"_a, "experts"_a,

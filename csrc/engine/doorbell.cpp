@@ -433,10 +433,16 @@ void Doorbell::start() {
     name_thread("moe-watchdog");
     service->watch();
   });
-  server_ = std::thread([service = service_] {
-    name_thread("moe-doorbell");
-    service->serve();
-  });
+  try {
+    server_ = std::thread([service = service_] {
+      name_thread("moe-doorbell");
+      service->serve();
+    });
+  } catch (...) {
+    service_->end();
+    watchdog_.join();
+    throw;
+  }
 }
 
 void Doorbell::wake() { service_->wake(); }

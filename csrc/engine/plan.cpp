@@ -77,15 +77,19 @@ int64_t packed_rows_per_task(int64_t rows, int64_t repeats, int64_t threads, int
 }
 
 // One a core less what vLLM's own process needs: its engine thread is busy while ours compute. With
-// few cores that one would be missed more.
-int default_threads(int cores) { return cores >= 4 ? cores - 1 : cores; }
+// few cores that one would be missed more. Threads beyond what a container is granted would use
+// that up by waiting for each other, and then all be stopped until its next period.
+int default_threads(size_t cores) {
+  const int granted = static_cast<int>(std::clamp(cpu_quota(), 1.0, static_cast<double>(cores)));
+  return granted >= 4 ? granted - 1 : granted;
+}
 
 // Engines with as many threads share one pool, so that a process does not run several on its cores.
 std::shared_ptr<Pool> shared_pool(int threads) {
   static std::mutex mutex;
   static std::map<int, std::weak_ptr<Pool>> pools;
   const std::vector<Core> cores = physical_cores();
-  if (threads == 0) threads = default_threads(static_cast<int>(cores.size()));
+  if (threads == 0) threads = default_threads(cores.size());
   const std::lock_guard<std::mutex> lock(mutex);
   std::shared_ptr<Pool> pool = pools[threads].lock();
   if (pool == nullptr || !pool->usable()) {
@@ -176,6 +180,7 @@ Engine::Engine(std::shared_ptr<Pool> pool, const std::string& isa)
       node_ends_(pool_->node_threads().size()) {}
 
 PhaseSeconds Engine::phase_seconds() {
+  pool_->require_usable();
   const std::lock_guard<std::recursive_mutex> lock(pool_->mutex());
   return seconds_;
 }

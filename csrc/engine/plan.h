@@ -40,7 +40,8 @@ struct PhaseSeconds {
 // from others' only when theirs are done. Weights are best placed likewise.
 class Engine {
  public:
-  // `threads` 0: one for each physical core that the process may use, less one of four or more.
+  // `threads` 0: one for each physical core that the process may use, or CPU that its cgroup grants
+  // it if these are fewer, less one of four or more.
   // `isa` empty: the fastest there is.
   Engine(int threads, const std::string& isa);
   Engine(std::shared_ptr<Pool> pool, const std::string& isa);
@@ -49,7 +50,7 @@ class Engine {
   const Isa& isa() const { return isa_; }
   Pool& pool() { return *pool_; }
   const Pool& pool() const { return *pool_; }
-  // Of the last call of any plan.
+  // Of the last call of any plan; waits for one in progress. Throws where the pool is not usable.
   PhaseSeconds phase_seconds();
 
  private:

@@ -76,11 +76,23 @@ Pool::Pool(const std::vector<Core>& cores, int threads)
   first_cpu_ = cores.front().cpu;
   first_cpus_ = cores.front().siblings;
   shares_ = std::make_unique<Share[]>(static_cast<size_t>(kMaxPhases * threads));
-  workers_.reserve(static_cast<size_t>(threads) - 1);
   for (int i = 1; i < threads; ++i) {
-    const Core& core = cores[static_cast<size_t>(i)];
-    worker_cpus_.insert(worker_cpus_.end(), core.siblings.begin(), core.siblings.end());
-    workers_.emplace_back([this, i, cpu = core.cpu] { worker(i, cpu); });
+    const std::vector<int>& siblings = cores[static_cast<size_t>(i)].siblings;
+    worker_cpus_.insert(worker_cpus_.end(), siblings.begin(), siblings.end());
+  }
+  workers_.reserve(static_cast<size_t>(threads) - 1);
+  try {
+    for (int i = 1; i < threads; ++i) {
+      workers_.emplace_back([this, i, cpu = cores[static_cast<size_t>(i)].cpu] { worker(i, cpu); });
+    }
+  } catch (const std::exception& error) {
+    // Those that run would otherwise end the process, being neither joined nor detached.
+    end_workers();
+    throw std::runtime_error("an engine of " + std::to_string(threads) +
+                             " threads was asked for, and the operating system let " +
+                             std::to_string(workers_.size()) +
+                             " of them start beside the caller (" + error.what() +
+                             "): raise the limit on processes or memory, or ask for fewer");
   }
 }
 
@@ -90,6 +102,10 @@ Pool::~Pool() {
     for (std::thread& thread : workers_) thread.detach();
     return;
   }
+  end_workers();
+}
+
+void Pool::end_workers() {
   stop_.store(true, std::memory_order_relaxed);
   epoch_.fetch_add(1, std::memory_order_release);
   epoch_.notify_all();

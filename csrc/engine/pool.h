@@ -32,7 +32,8 @@ struct Phase {
 // for work briefly, then sleep: an idle pool uses no core.
 class Pool {
  public:
-  // Throws std::invalid_argument unless 1 <= threads <= cores.size().
+  // Throws std::invalid_argument unless 1 <= threads <= cores.size(), and std::runtime_error where
+  // the operating system does not let that many start.
   Pool(const std::vector<Core>& cores, int threads);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -81,6 +82,7 @@ class Pool {
 
   void leave_workers_core() const;
   void share_out(const Phase& phase, Share* shares) const;
+  void end_workers();
   void worker(int index, int cpu);
   void work(int index);
   void run_share(const Phase& phase, Share& share, int thread);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -109,6 +110,19 @@ std::vector<Core> physical_cores() {
   std::stable_sort(cores.begin(), cores.end(),
                    [](const Core& a, const Core& b) { return a.node < b.node; });
   return cores;
+}
+
+double cpu_quota(const std::string& root) {
+  double quota = -1;
+  double period = -1;
+  if (const std::unique_ptr<FILE, Close> v2(std::fopen((root + "/cpu.max").c_str(), "r")); v2) {
+    // "max" instead of the first number: no limit.
+    if (std::fscanf(v2.get(), "%lf %lf", &quota, &period) != 2) quota = -1;
+  } else {
+    quota = read_int(root + "/cpu/cpu.cfs_quota_us", -1);
+    period = read_int(root + "/cpu/cpu.cfs_period_us", -1);
+  }
+  return quota > 0 && period > 0 ? quota / period : std::numeric_limits<double>::max();
 }
 
 std::vector<int> callers_cpus() { return cpus_of_thread(0); }

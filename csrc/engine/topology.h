@@ -1,6 +1,7 @@
 // The CPUs this process may use, as the operating system describes them.
 #pragma once
 
+#include <string>
 #include <vector>
 
 namespace moe {
@@ -17,6 +18,10 @@ struct Core {
 // its load ports and gain nothing from a stream out of memory.
 // Where /sys does not tell, every allowed CPU counts as a core of node 0. Never empty.
 std::vector<Core> physical_cores();
+
+// How many CPUs' worth of time the process's cgroup is granted, whatever CPUs it may use; a huge
+// number where it has no limit. A container sees its own cgroup at `root`.
+double cpu_quota(const std::string& root = "/sys/fs/cgroup");
 
 // What the calling thread may run on; empty where that is not known.
 std::vector<int> callers_cpus();

@@ -50,16 +50,15 @@ struct Matrix {
   int64_t rows;
   const std::byte* bias;  // [N, rows] in `Layer::dtype`, or null
 
-  int64_t part_rows;           // rows of a part: rows / 2, or rows
-  const std::byte* scale;      // [N, scale rows, K >> scale_shift], or null
-  int64_t scale_expert_bytes;  // 0 where all experts share
+  int64_t part_rows;       // rows of a part: rows / 2, or rows
+  const std::byte* scale;  // [N, scale rows, K >> scale_shift], or null
+  int64_t scale_expert_bytes;
   int64_t scale_row_bytes;
   int64_t scale_block_rows;  // weight rows that share a scale row
   int64_t scale_part_rows;   // scale rows of a part; 0 where both parts share
   int64_t scale_shift;       // log2 of the weights of a row that share a scale
   const std::byte* zero;     // kInt4: [N, rows / 2, K >> scale_shift], the even row's nibble low
-  const float* global;       // kNvfp4: [N, global_parts]
-  int64_t global_parts;
+  const float* global;       // kNvfp4: [N]
 };
 
 // One layer's shard. Gated: out = w2 @ f(gate, up) + b2, [gate; up] = w13 @ x + b13;

@@ -1,15 +1,24 @@
 // The engine without Python, to be run under sanitizers: every instruction set against the scalar
 // one, weights and operands that end where a page does (reading on is a fault), two callers at
 // once, errors; and the doorbell (doorbell_test.cpp).
+#include <pthread.h>
 #include <sched.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
+#include <functional>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "engine/doorbell.h"
 #include "engine/plan.h"
 #include "engine/topology.h"
 #include "tests/support.h"
@@ -110,6 +119,35 @@ void test_errors(const Case& c) {
   }
 }
 
+// What a container's cgroup says, of either version.
+void test_quota() {
+  char root[] = "/tmp/moe-cgroup-XXXXXX";
+  if (mkdtemp(root) == nullptr) return expect(false, "a folder");
+  const std::string folder = root;
+  const auto write = [](const std::string& path, const char* text) {
+    FILE* const file = std::fopen(path.c_str(), "w");
+    if (file == nullptr) return expect(false, "a file");
+    std::fputs(text, file);
+    std::fclose(file);
+  };
+  expect(moe::cpu_quota(folder) > 1e6, "no cgroup, no limit");
+  mkdir((folder + "/cpu").c_str(), 0700);
+  write(folder + "/cpu/cpu.cfs_period_us", "100000\n");
+  write(folder + "/cpu/cpu.cfs_quota_us", "-1\n");
+  expect(moe::cpu_quota(folder) > 1e6, "version 1 without a limit");
+  write(folder + "/cpu/cpu.cfs_quota_us", "250000\n");
+  expect(moe::cpu_quota(folder) == 2.5, "version 1");
+  write(folder + "/cpu.max", "max 100000\n");
+  expect(moe::cpu_quota(folder) > 1e6, "version 2 without a limit");
+  write(folder + "/cpu.max", "800000 100000\n");
+  expect(moe::cpu_quota(folder) == 8, "version 2");
+  for (const char* name : {"/cpu/cpu.cfs_period_us", "/cpu/cpu.cfs_quota_us", "/cpu.max"}) {
+    std::remove((folder + name).c_str());
+  }
+  std::remove((folder + "/cpu").c_str());
+  std::remove(root);
+}
+
 // A thread that has started a call is not where the pool's threads are. What the kernel does with
 // it afterwards is its own affair, hence the second and third look.
 void test_leaving() {
@@ -137,9 +175,64 @@ void test_leaving() {
   expect(moe::callers_cpus() == before, "a pool of every core");
 }
 
+// Whether `body` returns true in a process with address space for so many stacks of threads more.
+bool holds_with_stacks(size_t stacks, const std::function<bool()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    long pages = 0;
+    FILE* const statm = std::fopen("/proc/self/statm", "r");
+    const bool known = statm != nullptr && std::fscanf(statm, "%ld", &pages) == 1;
+    if (statm != nullptr) std::fclose(statm);
+    pthread_attr_t attributes;
+    size_t stack = 0;
+    pthread_getattr_default_np(&attributes);
+    pthread_attr_getstacksize(&attributes, &stack);
+    rlimit limit;
+    getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur =
+        static_cast<rlim_t>(pages * sysconf(_SC_PAGESIZE)) + stacks * stack + stack / 2;
+    setrlimit(RLIMIT_AS, &limit);
+    _exit(known && body() ? 0 : 1);
+  }
+  int status = -1;
+  return waitpid(child, &status, 0) == child && status == 0;
+}
+
+// Threads that the operating system does not let start are an error, not the process's end. To be
+// asked before this process has had threads, whose stacks would be used again.
+void test_threads_that_cannot_start() {
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // which want much memory
+  const auto throws = [](const auto& start) {
+    try {
+      start();
+    } catch (const std::runtime_error&) {
+      return true;
+    }
+    return false;
+  };
+  const std::vector<moe::Core> cores(64, moe::physical_cores().front());
+  const auto pool = [&] { return throws([&] { moe::Pool(cores, 64); }); };
+  expect(holds_with_stacks(3, pool), "a pool whose threads cannot start");
+
+  const auto doorbell = [&] {
+    alignas(moe::kBoardAlign) std::byte board[moe::board_bytes(1)] = {};
+    moe::Doorbell bell(std::make_shared<moe::Engine>(1, ""), board, 1, {});
+    if (!throws([&] { bell.start(); })) return false;
+    rlimit limit;
+    getrlimit(RLIMIT_AS, &limit);
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_AS, &limit);
+    bell.start();
+    return bell.stop();
+  };
+  expect(holds_with_stacks(1, doorbell), "a doorbell whose second thread cannot start");
+#endif
+}
+
 }  // namespace
 
 int main() {
+  test_threads_that_cannot_start();
   const Case cases[] = {{Format::kBf16, 70, 33, 4, 1},     {Format::kBf16, 128, 64, 4, 1},
                         {Format::kFp8, 150, 77, 4, 128},   {Format::kInt4, 96, 160, 4, 32},
                         {Format::kInt4, 384, 256, 4, 128}, {Format::kMxfp4, 224, 96, 4, 32},
@@ -148,6 +241,7 @@ int main() {
   for (const Case& c : cases) test_nodes(c);
   test_two_callers(cases[0]);
   test_errors(cases[0]);
+  test_quota();
   test_leaving();
   test_doorbell();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures.load());

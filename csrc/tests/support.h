@@ -115,7 +115,6 @@ class Shard {
     m.weight =
         random_bytes(static_cast<size_t>(c.experts * m.expert_bytes), c.format == Format::kBf16);
     m.scale_block_rows = 1;
-    m.global_parts = 1;
     if (c.format == Format::kBf16) return m;
     const int64_t groups = (columns + c.group - 1) / c.group;
     const auto count = static_cast<size_t>(c.experts * rows * groups);

@@ -118,7 +118,8 @@ class OffloadConfig(BaseModel):
     cpu_threads: int | Auto = Field(
         default="auto",
         description="Threads of the CPU expert engine; auto: one a physical core of the process, "
-        "less one for vLLM itself where there are four or more.",
+        "or as many as the CPUs of its container's limit if these are fewer, less one for vLLM "
+        "itself where there are four or more.",
     )
     group_size: int | None = Field(
         default=None,

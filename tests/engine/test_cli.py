@@ -46,6 +46,7 @@ def test_rows_and_table(tmp_path: Path) -> None:
         ("--shapes 64xy", "--shapes '64xy' is not a hidden and an intermediate size"),
         ("--rows x", "--rows 'x' is not a list of numbers: write one like"),
         ("--rows 1,0", "0 rows an expert were asked for: give at least 1"),
+        ("--rows 1,16777217", "16777217 rows an expert were asked for: give at least 1 and at"),
         ("--gib -1", "-1.0 GiB of experts were asked for"),
         ("--gib nan", "nan GiB of experts were asked for"),
         ("--gib 99999", "99999.0 GiB of experts were asked for"),

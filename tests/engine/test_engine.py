@@ -419,21 +419,27 @@ def test_a_process_that_was_stopped_waits_on() -> None:
     assert printed_by(_STOP_DURING_WAIT).strip() in ("ended", "late")
 
 
-# Of a run that is under way when the process forks: the child waits for it, and lets go of it.
+# Of a run that is under way when the process forks: the child asks how long it took, waits for it,
+# and lets go of it.
 _FORK_DURING_RUN = """
-import os, torch
+import os, time, torch
 from tests.engine.shards import make_spec, random_batch, random_shard
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Format
 
 generator = torch.Generator().manual_seed(0)
 spec = make_spec(512, 512, Format.FP32)
-plan = CpuExpertEngine(1).plan(
-    spec, random_shard(spec, 4, generator), max_tokens=2048, top_k=2
-)
+engine = CpuExpertEngine(1)
+plan = engine.plan(spec, random_shard(spec, 4, generator), max_tokens=2048, top_k=2)
 x, ids, weights = random_batch(spec, 2048, 2, (0, 4), generator)
 run = plan.start(x, ids, weights, torch.empty(x.shape))
+time.sleep(0.02)
 child = os.fork()
+try:
+    engine.phase_seconds
+    assert child != 0
+except RuntimeError as error:
+    assert child == 0 and "fork" in str(error)
 try:
     run.wait()
     print("waited")

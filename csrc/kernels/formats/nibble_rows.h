@@ -73,8 +73,7 @@ struct Nvfp4Rows : NibbleRows {
   [[gnu::always_inline]] static Row row(const moe::Matrix& m, int64_t expert, int64_t index,
                                         int64_t k) {
     Row row = base_row(m, expert, index, k, 1);
-    const int64_t part = m.global_parts == 2 && index >= m.part_rows ? 1 : 0;
-    row.global = m.global[expert * m.global_parts + part];
+    row.global = m.global[expert];
     return row;
   }
 

@@ -31,7 +31,6 @@ class Matrix:
         scale_shift: int,
         zero: int,
         global_scale: int,
-        global_parts: int,
     ) -> None: ...
 
 class Plan:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_moe_offload.engine._engine import MOST_PLAN_TOKENS
 from vllm_moe_offload.engine.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.host.pages import available_memory
@@ -136,8 +137,12 @@ def _check(
             "there is nothing to measure: give at least one shape, format, row count, thread count "
             "and instruction set"
         )
-    if min(rows) < 1:
-        raise ValueError(f"{min(rows)} rows an expert were asked for: give at least 1")
+    for count in rows:
+        if not 1 <= count <= MOST_PLAN_TOKENS:
+            raise ValueError(
+                f"{count} rows an expert were asked for: give at least 1 and at most "
+                f"{MOST_PLAN_TOKENS}"
+            )
     for count, isa in itertools.product(threads, isas):
         CpuExpertEngine(count, isa).close()
     available = available_memory() / 2**30

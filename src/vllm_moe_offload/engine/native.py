@@ -126,5 +126,4 @@ def _matrix(
         scale_shift=shift,
         zero=address("zeros"),
         global_scale=address("global_scale"),
-        global_parts=1,
     )
