@@ -236,6 +236,8 @@ def test_weights_are_not_loaded_again(dense: Path) -> None:
         for name in ("reload_weights", "update_weights", "start_weight_update"):
             with pytest.raises(Exception, match=f"{name}: weights cannot be loaded again"):
                 ours.collective_rpc(name)
+        with pytest.raises(UnsupportedError, match="load_weights: weights cannot be loaded again"):
+            ours.apply_model(lambda model: model.load_weights([]))
 
 
 def start(model: Path, settings: dict[str, Any], **arguments: Any) -> None:
