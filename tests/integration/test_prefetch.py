@@ -175,7 +175,7 @@ def test_layers_of_other_shapes(tmp_path: Path) -> None:
 
 def test_slots_leave_room_for_the_buffers(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = 2 * (4 * ATTENTION + PADDING)
-    monkeypatch.setattr(HostDevice, "free_memory", lambda self: 3 * 24576 * 7 + buffers)
+    monkeypatch.setattr(HostDevice, "free_memory", lambda self, host_bytes: 3 * 24576 * 7 + buffers)
     settings = {"group_size": 1, "prefetch_step": 2, "params": ["self_attn"]}
     with engine(moe, **moe_offload_args(**settings)) as ours:
         assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {7}
