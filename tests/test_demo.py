@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +29,30 @@ def test_an_error_of_ours_is_shown_by_its_message_alone() -> None:
     _, error = " ".join(result.output.split()).split("error: ")
     assert error.startswith("moe_offload: mode='hybrid': vLLM's CPU build has no bus"), error
     assert error.endswith("or use mode='cache' or mode='cpu' there"), error
+
+
+def test_the_run_without_offload_has_no_settings_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[dict[str, str]] = []
+
+    def run(command: list[str], env: dict[str, str], **others: Any) -> SimpleNamespace:
+        ran.append(env)
+        Path(json.loads(command[-1])["result"]).write_text(
+            json.dumps({"tokens": [[1]], "seconds": 1.0, "start_seconds": 1.0, "stats": None})
+        )
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_POLICY", "lru")
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_ISA", "scalar")
+    for settings in ({"slots_per_layer": 8}, None):
+        demo._in_a_process(MODEL, ["a"], 1, settings, print_text=False)
+    offloaded, stock = ran
+    assert offloaded["VLLM_MOE_OFFLOAD_POLICY"] == "lru"
+    assert "VLLM_MOE_OFFLOAD_POLICY" not in stock
+    assert stock.keys() - offloaded.keys() == set()
+    assert {env["VLLM_MOE_OFFLOAD_ISA"] for env in ran} == {"scalar"}
 
 
 def table(**stats: Any) -> str:

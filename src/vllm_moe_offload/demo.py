@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_moe_offload.amounts import amount
-from vllm_moe_offload.config import SLOTLESS_MODES, OffloadConfig
+from vllm_moe_offload.config import SLOTLESS_MODES, OffloadConfig, variable_names
 from vllm_moe_offload.errors import ConfigError
 
 MODEL = Path("models/demo-moe")
@@ -135,7 +135,7 @@ def _in_a_process(
                     "vllm_moe_offload.integration.demo_run",
                     json.dumps(order),
                 ],
-                env=_quiet_environment(),
+                env=_environment(is_offloaded=settings is not None),
                 stderr=errors,
                 check=False,
             )
@@ -148,9 +148,12 @@ def _in_a_process(
         return Result(**outcome)
 
 
-def _quiet_environment() -> dict[str, str]:
+def _environment(*, is_offloaded: bool) -> dict[str, str]:
+    """Quiet, and without the settings in this process's own where nothing is to be offloaded."""
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    return {**quiet, **os.environ}
+    left_out = set() if is_offloaded else set(variable_names())
+    given = {name: text for name, text in os.environ.items() if name not in left_out}
+    return {**quiet, **given}
 
 
 def _table(ours: Result, stock: Result) -> Table:

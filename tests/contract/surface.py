@@ -38,6 +38,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "load_model": ["self", "load_dummy_weights"],
             "init_snapshot": None,
             "compile_or_warm_up_model": ["self"],
+            "get_model": ["self"],
             "sample_tokens": ["self", "grammar_output"],
             "reload_weights": ["self"],
             "start_weight_update": ["self"],
@@ -234,6 +235,7 @@ NEEDED: dict[str, dict[str, dict[str, list[str] | None]]] = {
             "use_ubatching": None,
             "tensor_parallel_size": None,
             "pipeline_parallel_size": None,
+            "prefill_context_parallel_size": None,
             "data_parallel_size": None,
         }
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from vllm_moe_offload.device import HostDevice
@@ -34,5 +35,8 @@ def test_publish_maps_the_experts_of_the_wave_alone_and_never_the_sentinel() -> 
     assert cache.expert_map.tolist() == [-1, -1, -1, 0, -1]
 
 
-def test_free_memory_is_what_the_system_has() -> None:
-    assert HostDevice().free_memory() > 0
+def test_slots_leave_what_the_experts_in_host_memory_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert HostDevice().free_memory(0) > 0
+    monkeypatch.setattr("vllm_moe_offload.device.host.available_memory", lambda: 100)
+    free = [HostDevice().free_memory(experts) for experts in (0, 50, 60, 90, 100, 120)]
+    assert free == [50, 50, 20, 5, 0, 0]

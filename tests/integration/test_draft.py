@@ -48,7 +48,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
         return slot_cache(self, host, tensors)
 
     monkeypatch.setattr(HostDevice, "slot_cache", take)
-    monkeypatch.setattr(HostDevice, "free_memory", lambda self: left)
+    monkeypatch.setattr(HostDevice, "free_memory", lambda self, host_bytes: left)
 
 
 @pytest.mark.parametrize("slots", [1, 7])

@@ -171,3 +171,19 @@ def test_every_engine_of_a_process_is_collected_from_its_own_folder(
     got = page(registry)
     assert 'vllm_moe_offload_hits_total{engine="0"} 3.0' in got
     assert 'vllm_moe_offload_hits_total{engine="1"} 4.0' in got
+
+
+def test_an_api_server_makes_no_folder_beside_that_of_who_started_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(metrics.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(metrics, "_collector", None)
+    monkeypatch.setattr(metrics, "REGISTRY", CollectorRegistry())
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv(metrics.FOLDER_VARIABLE, "")
+    metrics.offer()  # vLLM's main process
+    (folder,) = tmp_path.iterdir()
+    assert os.environ[metrics.FOLDER_VARIABLE] == str(folder)
+    metrics.offer()  # each of its API servers
+    assert list(tmp_path.iterdir()) == [folder]
+    assert os.environ[metrics.FOLDER_VARIABLE] == str(folder)

@@ -142,7 +142,7 @@ def test_a_model_that_does_not_ask_is_left_alone() -> None:
 def test_buffers_that_do_not_fit_stop_the_start(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HostDevice, "free_memory", lambda self: 2 * LAYER_BYTES - 1)
+    monkeypatch.setattr(HostDevice, "free_memory", lambda self, host_bytes: 2 * LAYER_BYTES - 1)
     with (
         pytest.raises(
             MemoryShortError, match=r"two buffers, each for the largest layer, need 0\.8 MiB"

@@ -23,7 +23,9 @@ from vllm_moe_offload import (  # noqa: E402
     UnsupportedError,
     moe_offload_args,
 )
+from vllm_moe_offload.config import OffloadConfig  # noqa: E402
 from vllm_moe_offload.device import HostDevice  # noqa: E402
+from vllm_moe_offload.host import HostStore  # noqa: E402
 from vllm_moe_offload.integration.prefetch import GroupOffloader  # noqa: E402
 from vllm_moe_offload.stream import LayerPrefetcher  # noqa: E402
 
@@ -175,7 +177,7 @@ def test_layers_of_other_shapes(tmp_path: Path) -> None:
 
 def test_slots_leave_room_for_the_buffers(moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = 2 * (4 * ATTENTION + PADDING)
-    monkeypatch.setattr(HostDevice, "free_memory", lambda self: 3 * 24576 * 7 + buffers)
+    monkeypatch.setattr(HostDevice, "free_memory", lambda self, host_bytes: 3 * 24576 * 7 + buffers)
     settings = {"group_size": 1, "prefetch_step": 2, "params": ["self_attn"]}
     with engine(moe, **moe_offload_args(**settings)) as ours:
         assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {7}
@@ -236,6 +238,8 @@ def test_weights_are_not_loaded_again(dense: Path) -> None:
         for name in ("reload_weights", "update_weights", "start_weight_update"):
             with pytest.raises(Exception, match=f"{name}: weights cannot be loaded again"):
                 ours.collective_rpc(name)
+        with pytest.raises(UnsupportedError, match="load_weights: weights cannot be loaded again"):
+            ours.apply_model(lambda model: model.load_weights([]))
 
 
 def start(model: Path, settings: dict[str, Any], **arguments: Any) -> None:
@@ -302,6 +306,34 @@ def test_a_parameter_of_two_layers_stops_the_start(
     monkeypatch.setattr(Qwen3DecoderLayer, "__init__", shared)
     with pytest.raises(UnsupportedError, match=r"input_layernorm.weight is one of several layers"):
         start(dense, {"group_size": 1})
+
+
+def test_a_parameter_that_a_buffer_is_a_view_of_stays_where_it_is() -> None:
+    """As Mamba2's mixer has its convolution: the buffer is read, and the parameter loaded."""
+
+    class Mixer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = torch.nn.Parameter(torch.randn(4, 1, 2))
+            self.proj = torch.nn.Parameter(torch.randn(4, 4))
+            self.register_buffer("conv_weights", self.conv.detach().view(4, 2), persistent=False)
+
+    def offloader(params: list[str]) -> tuple[GroupOffloader, list[torch.nn.Module]]:
+        made = GroupOffloader(
+            OffloadConfig.parse({"group_size": 1, "params": params}),
+            HostStore(lambda address, nbytes: None, lambda address: None),
+        )
+        return made, made.wrap_modules(Mixer() for _ in range(3))
+
+    ours, mixers = offloader([])
+    ours.post_init()
+    assert ours.stats()["step_bytes"] == 3 * 4 * 4 * 4, "the projections alone"
+    for mixer in mixers:
+        mixer.conv.data.fill_(7.0)
+        assert (mixer.conv_weights == 7).all()
+    ours, _ = offloader(["conv"])
+    with pytest.raises(ConfigError, match=r"named by params=conv; what there is: proj"):
+        ours.post_init()
 
 
 def test_the_model_has_to_call_its_layers(dense: Path) -> None:

@@ -24,6 +24,7 @@ def config(**changes: Any) -> Any:
         "parallel_config.use_ubatching": False,
         "parallel_config.tensor_parallel_size": 1,
         "parallel_config.pipeline_parallel_size": 1,
+        "parallel_config.prefill_context_parallel_size": 1,
         "parallel_config.data_parallel_size": 1,
         "model_config.enable_sleep_mode": False,
         "model_config.quantization": None,
@@ -63,6 +64,10 @@ def test_nothing_on_nothing_refused() -> None:
         ({"parallel_config__use_ubatching": True}, r"--enable-dbo.*leave it out"),
         ({"parallel_config__tensor_parallel_size": 2}, r"tensor parallelism.*size 1"),
         ({"parallel_config__pipeline_parallel_size": 2}, r"pipeline parallelism.*size 1"),
+        (
+            {"parallel_config__prefill_context_parallel_size": 2},
+            r"prefill context parallelism.*size 1",
+        ),
         ({"parallel_config__data_parallel_size": 2}, r"data parallelism.*one server for each"),
         ({"lora_config": object()}, r"--enable-lora.*merge the adapter"),
         ({"model_config__enable_sleep_mode": True}, r"--enable-sleep-mode.*leave it out"),
@@ -192,10 +197,20 @@ def test_a_factory_beside_settings_without_a_mode_is_refused(
 
 def test_reloading_is_refused_before_anything_is_changed() -> None:
     called: list[str] = []
-    made = SimpleNamespace(reload_weights=lambda: called.append("reload"), other=lambda: "other")
+    model = SimpleNamespace(load_weights=lambda weights: called.append("load"))
+    made = SimpleNamespace(
+        reload_weights=lambda: called.append("reload"),
+        start_draft_weight_update=lambda: called.append("start"),
+        reset_weights=lambda: called.append("reset"),
+        get_model=lambda: model,
+        other=lambda: "other",
+    )
     refusals.refuse_reloading(made, "in this test")
-    with pytest.raises(UnsupportedError, match=r"reload_weights: .* again in this test: restart"):
-        made.reload_weights()
+    for name in ("reload_weights", "start_draft_weight_update", "reset_weights"):
+        with pytest.raises(UnsupportedError, match=rf"{name}: .* again in this test: restart"):
+            getattr(made, name)()
+    with pytest.raises(UnsupportedError, match=r"load_weights: .* again in this test: restart"):
+        model.load_weights([("norm.weight", None)])
     assert not called
     assert made.other() == "other"
     assert not hasattr(made, "update_weights")

@@ -257,7 +257,11 @@ def test_auto_with_room_for_all_is_stock_vllm(
 def test_auto_without_room_for_all_fills_what_there_is(
     model: Path, monkeypatch: pytest.MonkeyPatch, stock_tokens: list[list[int]]
 ) -> None:
-    monkeypatch.setattr(HostDevice, "free_memory", lambda self: 3 * 24576 * 7 + 5)
+    def free(self: HostDevice, host_bytes: int) -> int:
+        assert host_bytes == 3 * 16 * 24576, "the experts, which are not in host memory yet"
+        return 3 * 24576 * 7 + 5
+
+    monkeypatch.setattr(HostDevice, "free_memory", free)
     with engine(model, **moe_offload_args(slots_per_layer="auto")) as ours:
         assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {7}
         assert greedy(ours, PROMPTS) == stock_tokens

@@ -12,6 +12,7 @@ from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
+from vllm_moe_offload.integration import streaming
 from vllm_moe_offload.integration.selfcheck import random_step
 from vllm_moe_offload.integration.streaming import Streaming
 from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
@@ -43,7 +44,9 @@ class Timed(EngineLane):
 class Settled:
     """Two layers that are streamed from 9 rows on."""
 
-    def __init__(self, engine: CpuExpertEngine, corrects: bool, has_tail: bool) -> None:
+    def __init__(
+        self, engine: CpuExpertEngine, corrects: bool, has_tail: bool, most_rows: int = 64
+    ) -> None:
         nbytes = 2 * buffer_bytes(SPEC.layout, BUFFER)
         self.streaming = Streaming(8, nbytes, CPU, corrects=corrects)
         self.checked: list[str] = []
@@ -74,6 +77,7 @@ class Settled:
             self.checked.append,
             lambda name, rows: random_step(EXPERTS, SPEC, TOP_K, rows),
             has_tail,
+            most_rows,
         )
         self.tail = self.streaming._streamer.tail
 
@@ -89,6 +93,23 @@ def test_without_a_tail_every_expert_is_copied(engine: CpuExpertEngine) -> None:
     assert settled.tail is None
     assert settled.checked == ["layers.0", "layers.1"]
     assert settled.streaming.threshold == 8
+
+
+def test_buffers_that_no_step_is_large_enough_for_are_a_warning(
+    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: dict[str, str] = {}
+    for level in ("info", "warning"):
+
+        def log(text: str, *given: object, level: str = level) -> None:
+            said[level] = text % given
+
+        monkeypatch.setattr(streaming.logger, level, log)
+    Settled(engine, corrects=False, has_tail=False, most_rows=9)
+    assert said.pop("info").endswith("steps of more than 8 rows are streamed (stream_threshold)")
+    assert not said
+    Settled(engine, corrects=False, has_tail=False, most_rows=8)
+    assert "than 8 rows, which none has (max_num_batched_tokens=8), are streamed" in said["warning"]
 
 
 @pytest.mark.parametrize("corrects", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -324,3 +325,21 @@ def test_a_layer_with_all_its_experts_in_slots_fetches_nothing_in_a_step(
     case.check(layer, case.x(5), torch.randint(0, 6, (5, TOP_K), generator=case.generator))
     assert (layer.counters.misses, layer.counters.bytes_fetched) == (0, 0)
     assert layer.counters.hits > 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_counters_are_read_while_another_thread_resizes(
+    engine: CpuExpertEngine, first: bool
+) -> None:
+    """Its slots are gone at every second look."""
+    layer = Case(engine).layer(3)
+    looks = itertools.cycle([first, not first])
+
+    class Resized(OffloadedLayer):
+        @property
+        def _slots(self) -> Any:
+            return vars(self)["_slots"] if next(looks) else None
+
+    layer.__class__ = Resized
+    for _ in range(3):
+        layer.counted({name: each.tolist() for name, each in layer.readings().items()})

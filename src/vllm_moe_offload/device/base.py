@@ -59,8 +59,8 @@ class Device(ABC):
         """Slots over `tensors` (name -> ``[S, ...]``) for experts of `host` (``[E, ...]``)."""
 
     @abstractmethod
-    def free_memory(self) -> int:
-        """Bytes that slots could take now."""
+    def free_memory(self, host_bytes: int) -> int:
+        """Bytes that slots could take now, while so many of host memory are still to be taken."""
 
     @abstractmethod
     def register(self, address: int, nbytes: int) -> None:

@@ -86,7 +86,7 @@ class CudaDevice(Device):
         return CudaSlotCache(host, tensors, self._copy_stream)
 
     @override
-    def free_memory(self) -> int:
+    def free_memory(self, host_bytes: int) -> int:
         free, total = torch.cuda.mem_get_info()
         usable = int(total * self._memory_fraction) - (self._free_at_start - free)
         return max(min(usable, free), 0)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import psutil
 import torch
 from typing_extensions import override
 
 from vllm_moe_offload.device.base import Device, SlotCache
+from vllm_moe_offload.host import available_memory
 from vllm_moe_offload.routing import Wave
 
 
@@ -55,9 +55,12 @@ class HostDevice(Device):
         return HostSlotCache(host, tensors)
 
     @override
-    def free_memory(self) -> int:
-        # The other half is for the KV cache and activations, which are allocated afterwards.
-        return int(psutil.virtual_memory().available) // 2
+    def free_memory(self, host_bytes: int) -> int:
+        # The other half is for the experts in host memory, the KV cache and activations; experts
+        # that do not fit in it leave half of the rest.
+        available = available_memory()
+        half = available // 2
+        return half if host_bytes <= half else max(available - host_bytes, 0) // 2
 
     @override
     def register(self, address: int, nbytes: int) -> None:

@@ -83,7 +83,7 @@ class HostStore:
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         limit = "unlimited" if soft == resource.RLIM_INFINITY else amount(soft)
         return (
-            f"offloaded weights need {amount(self._needed)} of host memory and "
+            f"offloaded weights need {amount(self.pending_bytes)} of host memory and "
             f"{amount(available_memory())} are available (locked-memory limit: {limit})"
         )
 
@@ -95,7 +95,7 @@ class HostStore:
         """
         if not self._waiting:
             return
-        if self._needed > available_memory():
+        if self.pending_bytes > available_memory():
             raise MemoryShortError(
                 f"{self.needs()}: free memory, or serve a smaller or more strongly quantised model"
                 + (f" ({also_needed})" if also_needed else "")
@@ -154,7 +154,8 @@ class HostStore:
         block.pages.before_unmap = functools.partial(self._unregister, block.address)
 
     @property
-    def _needed(self) -> int:
+    def pending_bytes(self) -> int:
+        """Bytes allocated since the last `prepare`, of which no page has been touched."""
         return sum(block.nbytes for block in self._waiting)
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -221,6 +221,10 @@ _collector: FolderCollector | None = None
 def offer() -> None:
     """In the process that makes an engine's configuration: offer its metrics, and let it report."""
     global _collector
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ and _is_offered():
+        # By the process that started this one, an API server, which vLLM ends by killing it: a
+        # folder of its own would be left, and nobody reads it.
+        return
     folder = Path(tempfile.mkdtemp(prefix="moe-offload-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ[FOLDER_VARIABLE] = str(folder)
@@ -232,8 +236,12 @@ def offer() -> None:
 
 def reporter(read: Callable[[], Totals]) -> Reporter | None:
     """In the worker: what reports, or None where nobody has asked for it."""
-    folder = os.environ.get(FOLDER_VARIABLE)
-    return Reporter(read, Path(folder)) if folder and Path(folder).is_dir() else None
+    return Reporter(read, Path(os.environ[FOLDER_VARIABLE])) if _is_offered() else None
+
+
+def _is_offered() -> bool:
+    folder = os.environ.get(FOLDER_VARIABLE, "")
+    return bool(folder) and Path(folder).is_dir()
 
 
 def clock() -> float:

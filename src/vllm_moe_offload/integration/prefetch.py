@@ -36,10 +36,15 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer that is prefetched. `experts`: paths of the modules whose parameters are not."""
+    """A layer that is prefetched.
+
+    `experts`: paths of the modules whose parameters are not; `viewed`: parameters that are not,
+    since a buffer of the layer is a view of them and would go on reading what was there before.
+    """
 
     module: nn.Module
     experts: frozenset[str]
+    viewed: frozenset[str]
 
 
 @dataclass
@@ -239,7 +244,7 @@ class GroupOffloader(BaseOffloader):
             for name, parameter in module.named_parameters()
             if self._store.owns(parameter.data)
         )
-        layer = _Layer(module, experts)
+        layer = _Layer(module, experts, _viewed(module))
         self._check_names(layer)
         chosen = self._parameters(layer)
         for name, parameter in chosen.items():
@@ -292,6 +297,7 @@ class GroupOffloader(BaseOffloader):
             name: parameter
             for name, parameter in layer.module.named_parameters()
             if name.rpartition(".")[0] not in layer.experts
+            and name not in layer.viewed
             and parameter.numel()
             and (not self._params or any(_names(entry, name) for entry in self._params))
         }
@@ -305,6 +311,8 @@ class GroupOffloader(BaseOffloader):
 
     def _check_names(self, layer: _Layer) -> None:
         for name, _ in layer.module.named_parameters():
+            if name in layer.viewed:
+                continue
             entries = [entry for entry in self._params if _names(entry, name)]
             if name.rpartition(".")[0] not in layer.experts:
                 self._seen.names[name] = None
@@ -348,6 +356,16 @@ class GroupOffloader(BaseOffloader):
 def _names(entry: str, parameter: str) -> bool:
     """Whether `entry` is one or more whole segments of the parameter's dotted name."""
     return f".{entry}." in f".{parameter}."
+
+
+def _viewed(layer: nn.Module) -> frozenset[str]:
+    """The parameters whose memory a buffer has too, as the convolution of Mamba2's mixer."""
+    places = {buffer.untyped_storage().data_ptr() for buffer in layer.buffers()} - {0}
+    return frozenset(
+        name
+        for name, parameter in layer.named_parameters()
+        if parameter.untyped_storage().data_ptr() in places
+    )
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,13 @@ from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.integration.compat import loses_errors_of_outputs
 
 # Of vLLM's worker.
-_RELOADING = ("reload_weights", "start_weight_update", "update_weights")
+_RELOADING = (
+    "reload_weights",
+    "reset_weights",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_weights",
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,11 @@ REFUSALS = (
         "pipeline parallelism",
         lambda c: c.parallel_config.pipeline_parallel_size > 1,
         "use --pipeline-parallel-size 1",
+    ),
+    Refusal(
+        "prefill context parallelism",
+        lambda c: c.parallel_config.prefill_context_parallel_size > 1,
+        "use --prefill-context-parallel-size 1",
     ),
     Refusal(
         "data parallelism",
@@ -116,11 +127,13 @@ def refuse_features(vllm_config: VllmConfig) -> None:
 def refuse_reloading(worker: Any, reason: str) -> None:
     """From now on raise UnsupportedError, and change nothing, where the weights are to be reloaded.
 
-    reason: why it cannot be, in the words of the error.
+    By the worker, or by the model's own loader, which a trainer calls. reason: why it cannot be, in
+    the words of the error.
     """
     for name in _RELOADING:
         if hasattr(worker, name):
             setattr(worker, name, functools.partial(_refuse_reloading, name, reason))
+    worker.get_model().load_weights = functools.partial(_refuse_reloading, "load_weights", reason)
 
 
 def _refuse_reloading(name: str, reason: str, *args: Any, **kwargs: Any) -> None:

@@ -310,6 +310,7 @@ class OffloadRuntime:
                     self._check_streamed,
                     self._random_step,
                     self._share is not None and self._share.rates is not None,
+                    self._max_tokens,
                 )
             self.check()
         elif self._modules:
@@ -583,7 +584,7 @@ class OffloadRuntime:
             return _no_slots(shapes), self._make_ping_pong(modules)
         slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
         prefetched = self.prefetch.pending_bytes if self.prefetch is not None else 0
-        free = budget = max(self.device.free_memory() - prefetched, 0)
+        free = budget = max(self._free_memory - prefetched, 0)
         draft = None if self._are_the_drafts else draft_model(self._vllm_config)
         if isinstance(gib, float):
             budget = int(gib * _GIB) - self._slot_bytes - self._buffer_bytes
@@ -669,7 +670,7 @@ class OffloadRuntime:
                 f"{max(counts)} experts by one launch, whole in its buffer: leave stream_experts "
                 "out, or use mode='cache'"
             )
-        buffers, free = _buffers_for(modules, counts), self.device.free_memory()
+        buffers, free = _buffers_for(modules, counts), self._free_memory
         needs = _needs("two buffers, each for the largest layer,", buffers, free)
         if buffers > free:
             raise MemoryShortError(
@@ -714,6 +715,11 @@ class OffloadRuntime:
                 f"{largest.moe_config.num_experts}"
             )
         return asked
+
+    @property
+    def _free_memory(self) -> int:
+        """Bytes that slots and buffers could take beside the experts that are to be loaded."""
+        return self.device.free_memory(self.store.pending_bytes)
 
     @property
     def _buffer_bytes(self) -> int:

@@ -95,12 +95,14 @@ class Streaming:
         check: Callable[[str], None],
         step: Callable[[str, int], Step],
         has_tail: bool,
+        most_rows: int,
     ) -> None:
         """Once all layers are there: do they compute the same, and from how many rows on it pays.
 
         cpu: the lanes over host memory; check: compares a step of `TRIED_ROWS` of the layer of this
         name with the CPU's; step: gives one of at least so many rows that uses every expert;
-        has_tail: whether the CPU may have a part, or every missing expert is to be copied.
+        has_tail: whether the CPU may have a part, or every missing expert is to be copied;
+        most_rows: of any step (max_num_batched_tokens).
         """
         streamed = {name: layer for name, layer in layers.items() if layer.is_streamed}
         if not streamed:
@@ -131,7 +133,8 @@ class Streaming:
             threshold = max(threshold, MAX_CAPTURED)
         self._streamer.threshold = threshold
         # Buffers that nothing passes through are memory that slots could have.
-        log = logger.info if threshold is not None else logger.warning
+        is_idle = threshold is None or threshold >= most_rows
+        log = logger.warning if is_idle else logger.info
         log(
             "moe_offload: %s in two buffers of %d experts (stream_experts); a streamed layer "
             "of %d takes %.2f ms, and steps of %s are streamed (stream_threshold)",
@@ -139,7 +142,7 @@ class Streaming:
             layer.buffer_experts,
             layer.num_experts,
             1e3 * seconds,
-            _sizes(threshold),
+            _sizes(threshold, most_rows),
         )
 
     def expect(self, rows: int) -> bool:
@@ -224,8 +227,10 @@ class Streaming:
         return min(taken)
 
 
-def _sizes(threshold: int | None) -> str:
+def _sizes(threshold: int | None, most_rows: int) -> str:
     """Of the steps that are streamed, in words."""
     if threshold is None:
         return "no size"
+    if threshold >= most_rows:
+        return f"more than {threshold} rows, which none has (max_num_batched_tokens={most_rows}),"
     return f"more than {threshold} rows" if threshold else "any size"

@@ -130,12 +130,16 @@ class OffloadedLayer:
         return self.counted({name: each.tolist() for name, each in self.readings().items()})[0]
 
     def readings(self) -> dict[str, torch.Tensor]:
-        """What the device counts, for `counted`: int64 tensors by name, to be read at any time."""
+        """What the device counts, for `counted`: int64 tensors by name, to be read at any time.
+
+        By another thread too, while this one resizes: the slots are looked at once.
+        """
         found = {}
+        slots = self._slots
         if self._streamed is not None:
             found["passed"] = self._passed
-        if self._slots is not None and self._slots.kept is not None:
-            found["kept"] = self._slots.kept.counter
+        if slots is not None and slots.kept is not None:
+            found["kept"] = slots.kept.counter
         if (on_device := self._on_device()) is not None:
             found["decided"] = on_device.step.counters
         return found
@@ -168,7 +172,8 @@ class OffloadedLayer:
     @property
     def captured(self) -> CapturedLayer | None:
         """What decides on the device over the slots there are, if anything does."""
-        return self._slots.captured if self._slots is not None else None
+        slots = self._slots
+        return slots.captured if slots is not None else None
 
     def stream_through(
         self, streamer: LayerStreamer, buffers: Sequence[tuple[Tensors, Lane]], name: str
@@ -319,7 +324,8 @@ class OffloadedLayer:
             self._streamed.forget()
 
     def _on_device(self) -> CapturedLayer | AskingLayer | None:
-        return self.captured if self.captured is not None else self._asking
+        captured = self.captured
+        return captured if captured is not None else self._asking
 
     def _on_cpu(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=torch.float32)
