@@ -67,6 +67,11 @@ def test_the_helper_for_llm_builds_the_same() -> None:
     ("settings", "message"),
     [
         ({"slots": 4}, r"unknown: slots; what exists: mode, slots_per_layer, gpu_memory_gib"),
+        (
+            {"slots_per_layr": 4, "mode": "cached"},
+            r"unknown: slots_per_layr \(did you mean slots_per_layer\?\); .*; mode='cached': give",
+        ),
+        ({1: 4}, r"unknown: 1; what exists"),
         ({"mode": "gpu"}, r"mode='gpu': give one of auto, cache, hybrid, cpu, stream \("),
         (
             {"mode": "stream", "slots_per_layer": 4},
@@ -177,6 +182,9 @@ def test_sources_that_disagree_are_an_error() -> None:
 def test_an_unknown_variable_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"variable VLLM_MOE_OFFLOAD_SLOT is no setting; those"):
         OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOT": "8"})
+    meant = r"SLOT_PER_LAYER is no setting \(did you mean VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER\?\)"
+    with pytest.raises(ConfigError, match=meant):
+        OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOT_PER_LAYER": "8"})
 
 
 def test_the_same_value_in_another_type_is_no_disagreement() -> None:

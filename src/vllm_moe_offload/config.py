@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import (
@@ -155,12 +155,6 @@ class OffloadConfig(BaseModel):
         if not isinstance(data, Mapping):
             raise ValueError(
                 f"the settings must be a mapping of names to values, got {type(data).__name__}"
-            )
-        unknown = sorted(set(data) - set(cls.model_fields))
-        if unknown:
-            raise ValueError(
-                f"unknown: {', '.join(map(str, unknown))}; "
-                f"what exists: {', '.join(cls.model_fields)}"
             )
         for name, value in data.items():
             if isinstance(value, bool):
@@ -361,7 +355,8 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
             continue
         if name not in known:
             raise ConfigError(
-                f"the environment variable {name} is no setting; those are: {', '.join(known)}"
+                f"the environment variable {name} is no setting"
+                f"{_meant(name, known, len(ENVIRONMENT_PREFIX))}; those are: {', '.join(known)}"
             )
         found[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = text
     return found
@@ -385,9 +380,18 @@ _WANTED = {
 def _explain(error: ValidationError) -> str:
     # A setting of several types has an error for each of them.
     found: dict[str, list[ErrorDetails]] = {}
+    unknown = []
     for item in error.errors():
-        found.setdefault(".".join(str(part) for part in item["loc"][:1]), []).append(item)
+        name = ".".join(str(part) for part in item["loc"][:1])
+        if item["type"] in ("extra_forbidden", "invalid_key"):
+            unknown.append(name)
+        else:
+            found.setdefault(name, []).append(item)
+    known_names = list(OffloadConfig.model_fields)
     lines = []
+    if unknown:
+        names = ", ".join(name + _meant(name, known_names) for name in sorted(unknown))
+        lines.append(f"unknown: {names}; what exists: {', '.join(known_names)}")
     for where, items in found.items():
         line = _cause(items)
         known = OffloadConfig.model_fields.get(where)
@@ -395,6 +399,16 @@ def _explain(error: ValidationError) -> str:
             line = f"{where}={items[-1]['input']!r}: {line} ({known.description})"
         lines.append(line)
     return "moe_offload settings: " + "; ".join(lines)
+
+
+def _meant(name: str, known: Sequence[str], prefix: int = 0) -> str:
+    """Which of the known names this one may have been meant for, in words; or nothing.
+
+    prefix: how many characters all have in common, which say nothing.
+    """
+    ends = {each[prefix:]: each for each in known}
+    meant = difflib.get_close_matches(name[prefix:], ends, n=1, cutoff=0.75)
+    return f" (did you mean {ends[meant[0]]}?)" if meant else ""
 
 
 def _cause(items: list[ErrorDetails]) -> str:
