@@ -119,7 +119,7 @@ class OffloadConfig(BaseModel):
         default="auto",
         description="Threads of the CPU expert engine; auto: one a physical core of the process, "
         "or as many as the CPUs of its container's limit if these are fewer, less one for vLLM "
-        "itself where there are four or more.",
+        "itself where there are four or more; one in vLLM's CPU build on fewer.",
     )
     group_size: int | None = Field(
         default=None,

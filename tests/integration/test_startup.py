@@ -35,6 +35,7 @@ from vllm_moe_offload import (  # noqa: E402
     UnsupportedError,
     moe_offload_args,
 )
+from vllm_moe_offload.config import OffloadConfig  # noqa: E402
 from vllm_moe_offload.device import HostDevice  # noqa: E402
 from vllm_moe_offload.integration import layers, runtime  # noqa: E402
 from vllm_moe_offload.integration.compat import check_version  # noqa: E402
@@ -190,13 +191,13 @@ def test_buffers_that_do_not_go_stop_the_start(
         (
             {"slots_per_layer": 4, "policy": "lru"},
             "mode=cache, 3 layers, 1.1 MiB of experts in host memory, 4 slots a layer, 0.3 MiB in "
-            "slots, policy lru, 1 CPU threads",
+            "slots, policy lru, 1 CPU thread (",
         ),
         (
             {"mode": "stream"},
             "mode=stream, 3 layers, 1.1 MiB of experts in host memory, 0.8 MiB in two buffers, 1",
         ),
-        ({"mode": "cpu"}, "mode=cpu, 3 layers, 1.1 MiB of experts in host memory, 1 CPU threads"),
+        ({"mode": "cpu"}, "mode=cpu, 3 layers, 1.1 MiB of experts in host memory, 1 CPU thread ("),
         ({}, "3 layers fits on the device, so offload is off and vLLM runs as without it"),
         (
             {"group_size": 1, "params": ["self_attn"]},
@@ -352,6 +353,21 @@ def test_what_the_host_lacks_stops_the_start(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLM_MOE_OFFLOAD_ISA", "mmx")
     with pytest.raises(ConfigError, match=r"mmx.*scalar"):
         start(model, {"slots_per_layer": 4})
+
+
+@pytest.mark.parametrize(
+    ("cpus", "is_cpu_build", "asked", "threads"),
+    [(2, True, "auto", 1), (2, True, 2, 2), (2, False, "auto", None), (4, True, "auto", None)],
+)
+def test_the_engine_has_one_thread_beside_torchs_on_few_cpus(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, is_cpu_build: bool, asked: Any, threads: int | None
+) -> None:
+    made: list[int | None] = []
+    monkeypatch.setattr(runtime, "CpuExpertEngine", made.append)
+    monkeypatch.setattr(runtime.os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    monkeypatch.setattr(type(runtime.current_platform), "is_cpu", lambda self: is_cpu_build)
+    runtime._engine(OffloadConfig(cpu_threads=asked))
+    assert made == [threads]
 
 
 def test_settings_of_the_environment_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
