@@ -119,7 +119,7 @@ class OffloadConfig(BaseModel):
         default="auto",
         description="Threads of the CPU expert engine; auto: one a physical core of the process, "
         "or as many as the CPUs of its container's limit if these are fewer, less one for vLLM "
-        "itself where there are four or more; one in vLLM's CPU build on fewer.",
+        "itself where there are four or more; one in vLLM's CPU build on fewer than four CPUs.",
     )
     group_size: int | None = Field(
         default=None,
@@ -151,7 +151,7 @@ class OffloadConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_names(cls, data: Any) -> Any:
+    def _are_no_booleans(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             raise ValueError(
                 f"the settings must be a mapping of names to values, got {type(data).__name__}"

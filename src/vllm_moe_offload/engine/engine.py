@@ -29,9 +29,9 @@ class CpuExpertEngine:
 
     Args:
         threads: How many, from 1 to the number of physical cores the process may use (its CPU
-            affinity counts, SMT siblings do not). None takes as many, or as
-            many as the CPUs of its container's limit if these are fewer, and leaves one of them to
-            vLLM's own process where there are four or more.
+            affinity counts, SMT siblings do not). None takes as many, or as many as the CPUs
+            of its container's limit if these are fewer, and leaves one of them to vLLM's own
+            process where there are four or more.
         isa: An instruction set among `isas_available`. None takes the one that the environment
             variable `VLLM_MOE_OFFLOAD_ISA` names, else the fastest.
 
