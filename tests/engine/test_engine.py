@@ -403,8 +403,8 @@ plan = CpuExpertEngine(1).plan(
 batch = random_batch(spec, 8192, 4, (0, 4), generator)
 out = torch.empty(batch[0].shape)
 script = f"sleep 0.2; kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"
+began = time.monotonic()  # before the stop, however late this process goes on
 stopping = subprocess.Popen(["sh", "-c", script])
-began = time.monotonic()
 run = plan.start(*batch, out)
 try:
     run.wait(1.0)

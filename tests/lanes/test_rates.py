@@ -44,7 +44,7 @@ def test_rates_are_bytes_by_seconds(top_k: int, monkeypatch: pytest.MonkeyPatch)
     assert seen == set(range(5)) or len(calls) * top_k < 5
     # Ten milliseconds a row of `top_k` experts, and whatever the machine adds.
     assert 0 < got.cpu <= top_k * spec.layout.nbytes / 0.01
-    assert got.cpu >= top_k * spec.layout.nbytes / 0.1
+    assert got.cpu >= top_k * spec.layout.nbytes / 2
     assert 0 < got.cpu_beside_fetch <= top_k * spec.layout.nbytes / 0.01
     assert got.fetch > 0 and got.fetch_beside_cpu > 0
     for name, tensor in slots.items():

@@ -1,0 +1,210 @@
+#!/usr/bin/env bash
+# On a machine with GPUs, what CI cannot run: the GPU's tests, the soaks, and the figures of
+# docs/benchmarks.md. Needs vLLM's CUDA build, pytest, hypothesis and what builds the package
+# (scikit-build-core, nanobind, cmake, ninja), no package index.
+#
+#   tools/gpu_host.sh OUT SECONDS SET...
+#
+#   tools/gpu_host.sh out 1800 tests              ends with a line a job; status 1 if one failed
+#   tools/gpu_host.sh out 560 soaks
+#   tools/gpu_host.sh out 560 decode pingpong
+#   ONLY='stream|delays' tools/gpu_host.sh out 560 tests
+#
+# Sets: tests, soaks, both (soaks and tests beside them), alone (tests that count the whole GPU's
+# memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on the path); decode,
+# pingpong, prefill, fp8, resident, serve, load.
+#
+# Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
+# and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
+# them (4 a GPU), each on one GPU and an equal share of the CPUs. Figures are measured one after
+# another, nothing beside them. What has not ended after SECONDS is stopped.
+#
+# ONLY: a pattern of the names of tests and soaks. COMMIT, CARD: what rows call code and machine.
+
+set -uo pipefail
+cd "$(dirname "$0")/.."
+if (($# < 3)); then
+  sed -n '2,/^$/s/^# \{0,1\}//p' "$0" >&2
+  exit 2
+fi
+ENDS=$(($(date +%s) + $2))
+OUT=$(realpath -m "$1")
+shift 2
+COMMIT=${COMMIT:-$(git rev-parse --short HEAD)}
+CARD=${CARD:-$(nvidia-smi --query-gpu=name --format=csv,noheader | awk 'NR == 1 { print tolower($NF) }')}
+GPUS=$(nvidia-smi --list-gpus | wc -l)
+AT_ONCE=${AT_ONCE:-$((4 * GPUS))}
+SETS=" tests soaks both alone engine_tests kernels scaling kt decode pingpong prefill fp8 resident serve load "
+for set in "$@"; do
+  if [[ $SETS != *" $set "* ]]; then
+    echo "$set: no such set; there are:$SETS" >&2
+    exit 2
+  fi
+done
+mkdir -p "$OUT"
+
+build() {
+  local sources
+  sources=$(find csrc CMakeLists.txt pyproject.toml -type f -print0 | sort -z | xargs -0 cat | sha256sum)
+  sources=build/site/sources-${sources:0:16}
+  if [[ ! -e $sources ]]; then
+    rm -rf build/site
+    CMAKE_BUILD_PARALLEL_LEVEL=$(nproc) \
+      python3 -m pip install --quiet --no-build-isolation --no-deps --target build/site . || exit 1
+    touch "$sources"
+    echo "built in $SECONDS s"
+  fi
+  cp build/site/vllm_moe_offload/engine/_engine*.so src/vllm_moe_offload/engine/
+  # The sources as they are now; of what was installed, that it is a plugin of vLLM.
+  export PYTHONPATH="$PWD/src:$PWD/build/site${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+left() { echo $((ENDS - $(date +%s) - ${1:-0})); }
+
+# Tests and soaks: a line of a name and a command each, the longest first.
+
+PYTEST="python3 -m pytest -m gpu -s -ra -p no:cacheprovider --tb=short"
+KINDS="bf16 fp8_block fp8_tensor fp8_channel"
+
+soaks() {
+  local minutes
+  minutes=$(awk "BEGIN { print ($(left 80)) / 60 }") # less what an engine takes to start and end
+  echo "soak-captured python3 -m tests.gpu.soak --captured --mode auto --every 50 --minutes $minutes"
+  echo "soak-bf16 python3 -m tests.gpu.soak --minutes $minutes"
+  echo "soak-fp8_block python3 -m tests.gpu.soak --kinds fp8_block --minutes $minutes"
+  echo "soak-engine python3 -m tests.soak.engine --minutes $minutes"
+}
+
+tests() {
+  local name runner
+  for name in captured pingpong prefetch; do
+    echo "$name $PYTEST tests/gpu/test_$name.py"
+  done
+  for name in qwen3_moe mixtral deepseek_v2 olmoe demo; do
+    echo "architectures-$name $PYTEST tests/gpu/test_architectures.py -k $name"
+  done
+  for name in $KINDS; do
+    for runner in 0 1; do
+      echo "sameness-$name-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner" \
+        "$PYTEST tests/gpu/test_sameness.py -k $name"
+    done
+    echo "stream-$name $PYTEST tests/gpu/test_stream.py -k 'further and $name'"
+  done
+  echo "stream $PYTEST tests/gpu/test_stream.py -k 'not further'"
+  for name in watchdog correction delays layer; do
+    echo "$name $PYTEST tests/gpu/test_$name.py"
+  done
+  echo "device $PYTEST tests/device tests/lanes"
+}
+
+both() {
+  soaks
+  tests
+}
+
+alone() {
+  local runner
+  for runner in 0 1; do
+    echo "sizes-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner $PYTEST tests/gpu/test_sizes.py"
+  done
+}
+
+# One such line; SLOT is which of the processes it is that run at once.
+job() {
+  local name=${1%% *} word status=0 began=$SECONDS cpus=$(($(nproc) / AT_ONCE))
+  ((cpus)) || cpus=1
+  local first=$((SLOT * cpus % $(nproc))) seconds
+  seconds=$(left 10)
+  if ((seconds < 30)); then
+    echo "NOT STARTED $name"
+    return 1
+  fi
+  {
+    eval "CUDA_VISIBLE_DEVICES=$((SLOT % GPUS)) timeout --signal=INT --kill-after=8 $seconds" \
+      "taskset --cpu-list $first-$((first + cpus - 1)) env ${1#* }" || status=$?
+  } > "$OUT/$name.log" 2>&1
+  case $status in
+    0) word=ok ;;
+    124 | 137) word=STOPPED ;;
+    *) word=FAILED ;;
+  esac
+  printf '%s %s, %d s: %s\n' $word "$name" $((SECONDS - began)) "$(grep -aE \
+    "[0-9] (passed|failed|skipped|error)|float64|[0-9]+ calls" "$OUT/$name.log" | tail -1 | cut -c1-250)"
+  grep -aE "^(FAILED|ERROR) " "$OUT/$name.log" | cut -c1-250
+  return $((status != 0))
+}
+
+# The lines of standard input, so many at once.
+at_once() {
+  export -f job left
+  export ENDS OUT GPUS
+  grep -E "^[^ ]*(${ONLY:-.*})[^ ]* " |
+    AT_ONCE=$1 xargs --delimiter '\n' --max-procs "$1" --process-slot-var=SLOT -I{} bash -c 'job "$1"' _ {}
+}
+
+# Figures.
+
+# A benchmark of engines, its file in OUT and its options.
+engines() {
+  local name=$1 file=$2
+  shift 2
+  timeout --signal=TERM --kill-after=10 "$(left 5)" python3 -m "bench.$name" "$@" --seconds 4 \
+    --json "$OUT/$file.json" --logs "$OUT/logs-$file" --deadline "$(left 12)" --commit "$COMMIT"
+}
+
+decode() { # four engines that keep their experts in host memory need 120 GiB of it
+  engines decode decode-peers --contestants auto,vllm-uva,vllm-gpu,cache,cpu --together 4 \
+    --batches 1,8,32 --routing uniform,local,switching --tokens 512,4096,8192
+}
+pingpong() { # every expert copied in every step, by both through two buffers of a layer
+  engines decode pingpong --contestants vllm-prefetch,stream --together 2 --slots 1 \
+    --batches 1 --routing uniform --tokens 512
+}
+prefill() {
+  engines prefill prefill --contestants auto,vllm-prefetch,vllm-gpu --together 3 \
+    --tokens 512,2048,4096,8192,32768
+}
+fp8() {
+  engines decode decode-fp8 --format fp8_block --contestants auto,vllm-gpu --together 2 \
+    --batches 1,8,32 --routing uniform,local
+}
+resident() {
+  engines decode decode-resident --slots 128 --contestants auto,vllm-gpu --together 2 \
+    --batches 1,8,32 --routing uniform
+}
+serve() { engines serve serve --contestants auto; }
+load() { engines load load --contestants cache,vllm-gpu; }
+
+# A benchmark of the CPU engine: its file in OUT and its command.
+engine() {
+  local file=$1
+  shift
+  timeout --kill-after=10 "$(left 5)" "$@" --json "$OUT/$file.json" --card "$CARD" --commit "$COMMIT"
+}
+
+engine_tests() { timeout "$(left 5)" python3 -m pytest -q -p no:cacheprovider tests/engine; }
+kernels() { engine cpu build/site/bin/moe-offload bench cpu; }
+scaling() {
+  engine cpu-scaling build/site/bin/moe-offload bench cpu --shapes 2048x768 --formats bf16,int4 \
+    --rows 1,64 --threads 1,2,4,8,16 --gib 2 --no-torch
+}
+kt() { engine kt python3 -m bench.kt; }
+
+build
+failed=0
+for set in "$@"; do
+  case $set in
+    tests | soaks | both) $set | at_once "$AT_ONCE" || failed=1 ;;
+    alone) $set | at_once 1 || failed=1 ;;
+    *)
+      if (($(left) < 60)); then
+        echo "NOT STARTED $set"
+        failed=1
+        continue
+      fi
+      echo "$set, after $SECONDS s"
+      $set || failed=1
+      ;;
+  esac
+done
+exit $failed
