@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from tests.e2e.engines import decoded, engine, stats  # noqa: E402
 from vllm_moe_offload import MemoryShortError, moe_offload_args  # noqa: E402
 from vllm_moe_offload.device import HostDevice  # noqa: E402
-from vllm_moe_offload.integration import runtime  # noqa: E402
+from vllm_moe_offload.integration import runtime, sizing  # noqa: E402
 from vllm_moe_offload.integration.reserve import draft_model, layers_of_experts  # noqa: E402
 
 EXPERT_BYTES = 24576
@@ -81,7 +81,7 @@ def test_one_that_was_not_expected_is_an_error_that_says_what_to_set(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit_memory(monkeypatch, 6 * EXPERT_BYTES)
-    monkeypatch.setattr(runtime, "layers_of_experts", lambda *_: 0)
+    monkeypatch.setattr(sizing, "layers_of_experts", lambda *_: 0)
     with (
         pytest.raises(
             MemoryShortError,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from vllm_moe_offload.device import Device, HostDevice
 from vllm_moe_offload.device.readout import Readout
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
-from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
+from vllm_moe_offload.errors import ConfigError, InactiveError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
@@ -36,33 +35,27 @@ from vllm_moe_offload.integration.graphs import (
 from vllm_moe_offload.integration.metrics import DecodeClock, Reporter, Totals, clock, reporter
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.refusals import refuse_reloading
-from vllm_moe_offload.integration.reserve import draft_model, layers_of_experts, reserved_bytes
+from vllm_moe_offload.integration.reserve import draft_model
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
 from vllm_moe_offload.integration.share import CpuShare, check_limits
+from vllm_moe_offload.integration.sizing import Sizing, Taken
+from vllm_moe_offload.integration.statistics import worker_stats, worker_totals
 from vllm_moe_offload.integration.streaming import TRIED_ROWS, Streaming
 from vllm_moe_offload.lanes import (
     MAX_CAPTURED,
     AskingLayer,
     CapturedLayer,
-    Counters,
     EngineLane,
     Lane,
     OffloadedLayer,
 )
-from vllm_moe_offload.planning import (
-    LayerShape,
-    SlotPlan,
-    plan_with_buffers,
-    stream_experts,
-)
-from vllm_moe_offload.stream import BufferMemory, buffer_bytes
+from vllm_moe_offload.stream import BufferMemory
 
 if TYPE_CHECKING:
     from vllm_moe_offload.integration.layers import OffloadedRoutedExperts
 
 # Below "vllm", whose handlers and level apply: a logger of another name would print nothing.
 logger = init_logger(f"vllm.{__name__}")
-_GIB = 2**30
 # In vLLM's CPU build torch's OpenMP threads wait actively, for milliseconds after each operation:
 # a thread of the engine that shares a CPU with one of them runs a time slice late, and the others
 # wait for it. On fewer CPUs than these one thread does all: the demo model on two, with everything
@@ -81,6 +74,7 @@ class OffloadRuntime:
         self.prefetch = (
             GroupOffloader(config, self.store) if config.group_size is not None else None
         )
+        self._sizing = Sizing(config, vllm_config, self.device, self.store, self.prefetch)
         self.engine = _engine(config)
         self._max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.is_dummy = vllm_config.load_config.load_format == "dummy"
@@ -125,11 +119,27 @@ class OffloadRuntime:
         # Layers of a draft model may run one at a time.
         ends = new if self._are_the_drafts else new[-1:]
         self._ends.update(module.layer_name for module in ends)
-        plan, needs = self._make_plan(new)
-        stays = self._sized_automatically and plan.fits
-        self.store.prepare(also_needed=needs)
-        for module, slots in zip(new, plan.slots, strict=True):
-            self._slots[module.layer_name] = None if stays else slots
+        taken = Taken(len(self._slots), self._slot_bytes, self._buffer_bytes)
+        to_come = None if self._are_the_drafts else draft_model(self._vllm_config)
+        sizes = self._sizing.size(new, taken, to_come)
+        if sizes.buffer_bytes:
+            self._streaming = self._make_streaming(sizes.buffer_bytes)
+        self.store.prepare(also_needed=sizes.needs)
+        for module, slots in zip(new, sizes.slots, strict=True):
+            self._slots[module.layer_name] = slots
+
+    def _make_streaming(self, nbytes: int) -> Streaming:
+        """Take the memory of the buffers; in mode='stream' every step passes through them."""
+        device = torch.device(current_platform.device_type)
+        if self.config.mode == "stream":
+            return Streaming(0, nbytes, device, most_captured(self._vllm_config))
+        threshold = self.config.stream_threshold
+        return Streaming(
+            threshold if isinstance(threshold, int) else None,
+            nbytes,
+            device,
+            corrects=self.config.correct_rates == "auto",
+        )
 
     def bind(self, module: OffloadedRoutedExperts) -> OffloadedLayer | None:
         """The offloaded layer over the loaded experts of `module`.
@@ -476,29 +486,7 @@ class OffloadRuntime:
     def totals(self) -> Totals:
         """What has been counted, for the reporter's thread; no step waits for it."""
         layers = list(self._layers().values())
-        readings = [layer.readings() for layer in layers]
-        flat = iter(self._readout.read([t for named in readings for t in named.values()]))
-        values = [{name: next(flat) for name in named} for named in readings]
-        counted = [layer.counted(v) for layer, v in zip(layers, values, strict=True)]
-        nbytes = [layer.layout.nbytes for layer in layers]
-        both = 0.0
-        if self._share is not None and (rates := self._share.rates) is not None:
-            both = rates.fetch_beside_cpu + rates.cpu_beside_fetch
-        missed = sum(one.misses * n for (_, one), n in zip(counted, nbytes, strict=True))
-        every = [one for one, _ in counted]
-        return Totals(
-            steps=max(one.steps for one in every),
-            tokens=max(one.tokens for one in every),
-            streamed_steps=max(one.streamed for one in every),
-            hits=sum(one.hits for one in every),
-            misses=sum(one.misses for one in every),
-            bytes_fetched=sum(one.bytes_fetched for one in every),
-            bytes_cpu=sum(one.cpu_experts * n for one, n in zip(every, nbytes, strict=True)),
-            bytes_streamed=sum(one.bytes_streamed for one in every),
-            bytes_kept=sum(one.bytes_kept for one in every),
-            decode_seconds=self._clock.seconds,
-            floor_seconds=missed / both if both else 0.0,
-        )
+        return worker_totals(layers, self._readout, self._share, self._clock)
 
     def reset_stats(self) -> None:
         """Set every layer's counters to zero, and the clock of decode steps."""
@@ -509,51 +497,15 @@ class OffloadRuntime:
             self._share.restart()
 
     def stats(self) -> dict[str, Any]:
-        """Totals and, under `layers`, each layer: the fields of `Counters`, sizes and bytes.
-
-        The totals are sums over the layers, but for steps and tokens: every layer sees each once.
-        `buffer_experts`: how many experts of a layer each buffer of streamed layers holds;
-        `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split;
-        `rates_now`: those the split is made by, after so many `rate_corrections` in service;
-        `buffer_bytes`: what the buffers of streamed layers take of the device's memory beside
-        `device_bytes`; `stream_threshold`: the most rows of a step that is not streamed, or None;
-        `prefetch`: see `GroupOffloader.stats`, None without group prefetch.
-        """
-        total = Counters()
-        layers = {}
-        for name, layer in self._layers().items():
-            counters = layer.counters
-            total += counters
-            layers[name] = {
-                **asdict(counters),
-                "slots": layer.num_slots,
-                "experts": layer.num_experts,
-                "buffer_experts": layer.buffer_experts,
-                "policy": layer.policy,
-                "expert_bytes": layer.layout.nbytes,
-                "device_bytes": layer.device_bytes,
-                "host_bytes": layer.host_bytes,
-            }
-        total.steps = max((layer["steps"] for layer in layers.values()), default=0)
-        total.tokens = max((layer["tokens"] for layer in layers.values()), default=0)
-        share = self._share
-        rates = share.rates if share is not None else None
-        rates_now = share.rates_now if share is not None else None
-        return {
-            **asdict(total),
-            "mode": self._mode,
-            "rates": asdict(rates) if rates is not None else None,
-            "rates_now": asdict(rates_now) if rates_now is not None else None,
-            "rate_corrections": share.corrections if share is not None else 0,
-            "cpu_threads": self.engine.threads,
-            "isa": self.engine.isa,
-            "device_bytes": sum(layer["device_bytes"] for layer in layers.values()),
-            "buffer_bytes": self._buffer_bytes,
-            "stream_threshold": self._streaming.threshold if self._streaming is not None else None,
-            "host_bytes": sum(layer["host_bytes"] for layer in layers.values()),
-            "prefetch": self.prefetch.stats() if self.prefetch is not None else None,
-            "layers": layers,
-        }
+        """What has been counted, and what there is: see `worker_stats`."""
+        return worker_stats(
+            self._layers(),
+            mode=self._mode,
+            engine=self.engine,
+            share=self._share,
+            streaming=self._streaming,
+            prefetch=self.prefetch,
+        )
 
     @property
     def _mode(self) -> str:
@@ -562,13 +514,6 @@ class OffloadRuntime:
             return self.config.mode
         return "cache" if current_platform.is_cpu() else "hybrid"
 
-    @property
-    def _sized_automatically(self) -> bool:
-        return self.config.mode not in SLOTLESS_MODES and not any(
-            isinstance(size, int | float)
-            for size in (self.config.slots_per_layer, self.config.gpu_memory_gib)
-        )
-
     def _layers(self) -> dict[str, OffloadedLayer]:
         return {
             name: module.offload
@@ -576,158 +521,12 @@ class OffloadRuntime:
             if module.offload is not None
         }
 
-    def _make_plan(self, modules: list[OffloadedRoutedExperts]) -> tuple[SlotPlan, str]:
-        """The slots of these layers, and what they need of the device's memory in words."""
-        shapes = [
-            LayerShape(
-                module.layer_name,
-                module.moe_config.num_experts,
-                ExpertLayout.of(module.host).nbytes,
-            )
-            for module in modules
-        ]
-        if self.config.mode == "cpu":
-            return _no_slots(shapes), ""
-        if self.config.mode == "stream":
-            return _no_slots(shapes), self._make_ping_pong(modules)
-        slots, gib = self.config.slots_per_layer, self.config.gpu_memory_gib
-        prefetched = self.prefetch.pending_bytes if self.prefetch is not None else 0
-        free = budget = max(self._free_memory - prefetched, 0)
-        draft = None if self._are_the_drafts else draft_model(self._vllm_config)
-        if isinstance(gib, float):
-            budget = int(gib * _GIB) - self._slot_bytes - self._buffer_bytes
-        elif not isinstance(slots, int) and current_platform.is_cuda():
-            moe_configs = [module.moe_config for module in modules]
-            free = budget = max(free - reserved_bytes(self._vllm_config, moe_configs, draft), 0)
-        threshold = self.config.stream_threshold
-        is_wanted = isinstance(threshold, int) or isinstance(self.config.stream_experts, int)
-        # Those of a draft model get what these leave: as much as if they were like the largest.
-        to_come = layers_of_experts(self._vllm_config, draft) if not isinstance(slots, int) else 0
-        largest = max(shapes, key=lambda shape: shape.num_experts * shape.expert_bytes)
-        try:
-            plan, buffers = plan_with_buffers(
-                [*shapes, *[largest] * to_come],
-                slots_per_layer=slots if isinstance(slots, int) else None,
-                budget_bytes=budget,
-                buffer_bytes=self._wanted_buffers(modules),
-                is_wanted=is_wanted,
-            )
-        except MemoryShortError as error:
-            if not self._slots:
-                raise
-            raise MemoryShortError(
-                f"{error}. The slots of {len(self._slots)} layers that were loaded before "
-                f"{shapes[0].name} are taken already: leave it room with slots_per_layer, which "
-                "is for every layer of both models"
-            ) from None
-        plan = SlotPlan(plan.slots[: len(shapes)], plan.fits)
-        if plan.fits and is_wanted and not self._sized_automatically:
-            self._say_nothing_is_streamed()
-        needed = buffers + sum(
-            count * shape.expert_bytes for count, shape in zip(plan.slots, shapes, strict=True)
-        )
-        and_buffers = f" and {amount(buffers)} in buffers" if buffers else ""
-        needs = _needs(
-            f"{max(plan.slots)} slots in each of {len(shapes)} layers{and_buffers}", needed, free
-        )
-        if needed > free:
-            raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self.store.needs()})")
-        if buffers:
-            self._streaming = Streaming(
-                threshold if isinstance(threshold, int) else None,
-                buffers,
-                torch.device(current_platform.device_type),
-                corrects=self.config.correct_rates == "auto",
-            )
-        return plan, needs
-
     @property
     def _are_the_drafts(self) -> bool:
         """Whether the layers that are planned next are a draft model's."""
         model = self._vllm_config.model_config
         has_draft = draft_model(self._vllm_config) is not None
         return bool(self._slots) or (has_draft and not model.get_num_experts())
-
-    def _say_nothing_is_streamed(self) -> None:
-        """ConfigError where slots for every expert were asked for; a warning where they fit."""
-        settings = ("stream_threshold", "stream_experts")
-        asked = ", ".join(name for name in settings if isinstance(getattr(self.config, name), int))
-        if isinstance(self.config.slots_per_layer, int):
-            raise ConfigError(
-                f"slots_per_layer={self.config.slots_per_layer} has every expert in a slot, so "
-                f"nothing is streamed and {asked} would decide nothing: leave one of them out"
-            )
-        logger.warning(
-            "moe_offload: every expert has a slot, so nothing is streamed and %s decides nothing",
-            asked,
-        )
-
-    def _make_ping_pong(self, modules: list[OffloadedRoutedExperts]) -> str:
-        """Take the buffers through which every layer passes every step; what they need in words."""
-        if self._streaming is not None:
-            raise UnsupportedError(
-                f"moe_offload on {modules[0].layer_name}: mode='stream' passes the layers of one "
-                "model through its buffers, and a graph of that one model: use another mode with "
-                "a draft model that has experts"
-            )
-        counts = [module.moe_config.num_experts for module in modules]
-        asked = self._asked_experts(modules)
-        if asked is not None and asked < max(counts):
-            raise ConfigError(
-                f"stream_experts={asked} with mode='stream', whose graphs compute a layer of "
-                f"{max(counts)} experts by one launch, whole in its buffer: leave stream_experts "
-                "out, or use mode='cache'"
-            )
-        buffers, free = _buffers_for(modules, counts), self._free_memory
-        needs = _needs("two buffers, each for the largest layer,", buffers, free)
-        if buffers > free:
-            raise MemoryShortError(
-                f"{needs}: use mode='cache', which needs less, or mode='cpu' ({self.store.needs()})"
-            )
-        device = torch.device(current_platform.device_type)
-        self._streaming = Streaming(0, buffers, device, most_captured(self._vllm_config))
-        return needs
-
-    def _wanted_buffers(self, modules: list[OffloadedRoutedExperts]) -> int:
-        """Bytes of two buffers for any of these layers; 0 where none are to be made.
-
-        Layers that come later (those of a draft model) take turns in the buffers there are.
-        """
-        threshold = self.config.stream_threshold
-        if self._streaming is not None or threshold == "off":
-            return 0
-        asked = self._asked_experts(modules)
-        if threshold == "auto" and current_platform.is_cpu():
-            if asked is not None:
-                raise ConfigError(
-                    f"stream_experts={asked}, but in vLLM's CPU build nothing is streamed unless "
-                    "stream_threshold says from how many rows on: give it, or leave out "
-                    "stream_experts"
-                )
-            return 0  # a copy from memory to memory runs beside nothing
-        counts = [module.moe_config.num_experts for module in modules]
-        return _buffers_for(
-            modules, [stream_experts(n) if asked is None else min(asked, n) for n in counts]
-        )
-
-    def _asked_experts(self, modules: list[OffloadedRoutedExperts]) -> int | None:
-        """`stream_experts` where it is a number; ConfigError where no layer has so many."""
-        asked = self.config.stream_experts
-        if asked == "auto":
-            return None
-        largest = max(modules, key=lambda module: module.moe_config.num_experts)
-        if asked > largest.moe_config.num_experts:
-            raise ConfigError(
-                f"stream_experts={asked}, but {largest.layer_name} has "
-                f"{largest.moe_config.num_experts} experts, and no layer has more: give at most "
-                f"{largest.moe_config.num_experts}"
-            )
-        return asked
-
-    @property
-    def _free_memory(self) -> int:
-        """Bytes that slots and buffers could take beside the experts that are to be loaded."""
-        return self.device.free_memory(self.store.pending_bytes)
 
     @property
     def _buffer_bytes(self) -> int:
@@ -738,25 +537,6 @@ class OffloadRuntime:
     def _slot_bytes(self) -> int:
         """Bytes that slots of layers bound so far take."""
         return sum(layer.device_bytes for layer in self._layers().values())
-
-
-def _no_slots(layers: list[LayerShape]) -> SlotPlan:
-    return SlotPlan(tuple(0 for _ in layers), fits=False)
-
-
-def _buffers_for(modules: list[OffloadedRoutedExperts], counts: list[int]) -> int:
-    """Bytes of two buffers, each of which holds so many experts of any of these layers."""
-    return 2 * max(
-        buffer_bytes(ExpertLayout.of(module.host), count)
-        for module, count in zip(modules, counts, strict=True)
-    )
-
-
-def _needs(what: str, needed: int, free: int) -> str:
-    return (
-        f"{what} need {amount(needed)} of device memory and {amount(free)} are left for them after "
-        "the rest of the model"
-    )
 
 
 def _engine(config: OffloadConfig) -> CpuExpertEngine:

@@ -216,7 +216,7 @@ def _runtime(self: WorkerWrapperBase) -> Any:
 
 
 def _stats(self: WorkerWrapperBase) -> dict[str, Any]:
-    """What the layers of this worker have done, as plain numbers: see `OffloadRuntime.stats`."""
+    """What the layers of this worker have done, as plain numbers: see `statistics.worker_stats`."""
     stats: dict[str, Any] = _runtime(self).stats()
     return stats
 
