@@ -129,12 +129,6 @@ def decoded(
     return tokens, np.array(values)
 
 
-def sequences_of(prompts: Prompts, continuations: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each prompt with what followed it."""
-    flat = [list(p) for batch in prompts.batches for p in batch]
-    return [p + list(c) for p, c in zip(flat, continuations, strict=True)]
-
-
 def stats(llm: LLM) -> dict[str, Any]:
     """What the offloaded layers have done since the last reset."""
     (result,) = llm.collective_rpc("moe_offload_stats")

@@ -26,7 +26,7 @@ from tests.e2e.engines import (  # noqa: E402
     is_no_further,
     log_probabilities,
     resize,
-    sequences_of,
+    sequences_for,
     stats,
 )
 from tests.e2e.faults import FAULTS  # noqa: E402
@@ -62,9 +62,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         num_experts = checkpoints.NUM_EXPERTS[name]
         vocabulary = checkpoints.VOCAB
     prompts = Prompts.draw(vocabulary)
+    sequences = sequences_for(vocabulary)
     with engine(path) as stock:
         tokens = greedy(stock, prompts)
-        sequences = sequences_of(prompts, tokens)
         reference = log_probabilities(stock, sequences)
     with engine(path, dtype="bfloat16") as stock:
         stock_bf16 = log_probabilities(stock, sequences)
