@@ -68,7 +68,7 @@ def test_drawn_tokens_are_judged(tmp_path: Path) -> None:
     reference = Reference(path)
 
     def error(llm: LLM) -> np.ndarray:
-        drawn = draw(llm, seeds=(0,), batches=(1, 8))
+        drawn = draw(llm, batches=(1, 8, 32))
         return drawn.values - drawn.of_the_new(reference.log_probabilities(drawn.sequences))
 
     with engine(path, dtype="bfloat16", **SIZES) as llm:
