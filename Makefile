@@ -34,7 +34,7 @@ demo: setup
 	$(BIN)/moe-offload demo
 
 test: setup
-	@echo "The tests: ten to twenty minutes"
+	@echo "The tests: ten to fifteen minutes"
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile
 
 test-engine: setup
