@@ -10,9 +10,9 @@
 #   tools/gpu_host.sh out 560 decode pingpong
 #   ONLY='stream|delays' tools/gpu_host.sh out 560 tests
 #
-# Sets: tests, soaks, both (soaks and tests beside them), alone (tests that count the whole GPU's
-# memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on the path); decode,
-# pingpong, prefill, fp8, resident, serve, load.
+# Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the four), alone (tests
+# that count the whole GPU's memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
+# the path); decode, pingpong, prefill, fp8, resident, serve, load.
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
@@ -38,6 +38,10 @@ SETS=" tests soaks both alone engine_tests kernels scaling kt decode pingpong pr
 for set in "$@"; do
   if [[ $SETS != *" $set "* ]]; then
     echo "$set: no such set; there are:$SETS" >&2
+    exit 2
+  fi
+  if [[ $set == both ]] && ((AT_ONCE <= 4)); then
+    echo "both: AT_ONCE is $AT_ONCE and four soaks run all the time: give more, or soaks and tests apart" >&2
     exit 2
   fi
 done
@@ -136,6 +140,10 @@ job() {
 
 # The lines of standard input, so many at once.
 at_once() {
+  if ((GPUS == 0)); then
+    echo "tests and soaks need a GPU, and nvidia-smi lists none" >&2
+    return 1
+  fi
   export -f job left
   export ENDS OUT GPUS
   grep -E "^[^ ]*(${ONLY:-.*})[^ ]* " |

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.library import Library, register_fake
+from torch import library
 from vllm.forward_context import get_forward_context
 
-_library = Library("moe_offload", "DEF")  # type: ignore[no-untyped-call]
+_library = library.Library("moe_offload", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "routed_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, str layer) -> Tensor"
 )
@@ -30,7 +30,7 @@ def _fake(
 _library.impl(  # type: ignore[no-untyped-call]
     "routed_experts", _routed_experts, "CompositeExplicitAutograd"
 )
-register_fake("moe_offload::routed_experts", _fake, lib=_library)
+library.register_fake("moe_offload::routed_experts", _fake, lib=_library)
 
 
 def routed_experts(

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import vllm.envs as envs
-from torch.library import Library, register_fake
+from torch import library
 from typing_extensions import override
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import (
@@ -34,7 +34,7 @@ _playbacks: WeakKeyDictionary[torch.nn.Module, dict[tuple[int, int], Playback]] 
 _chosen: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
 _without_layers = torch.nn.Module()
 
-_library = Library("moe_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library = library.Library("moe_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "play_routing(Tensor router_logits, int top_k, str routing) -> (Tensor, Tensor)"
 )
@@ -118,7 +118,7 @@ def _fake(
 
 
 _library.impl("play_routing", _play, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-register_fake("moe_offload::play_routing", _fake, lib=_library)
+library.register_fake("moe_offload::play_routing", _fake, lib=_library)
 
 
 def _select(self: WorkerWrapperBase, routing: str, goes_on: bool = False) -> None:
