@@ -10,7 +10,7 @@
 #   tools/gpu_host.sh out 560 decode pingpong
 #   ONLY='stream|delays' tools/gpu_host.sh out 560 tests
 #
-# Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the four), alone (tests
+# Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the three), alone (tests
 # that count the whole GPU's memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
 # the path); decode, pingpong, prefill, fp8, resident, serve, load.
 #
@@ -40,8 +40,8 @@ for set in "$@"; do
     echo "$set: no such set; there are:$SETS" >&2
     exit 2
   fi
-  if [[ $set == both ]] && ((AT_ONCE <= 4)); then
-    echo "both: AT_ONCE is $AT_ONCE and four soaks run all the time: give more, or soaks and tests apart" >&2
+  if [[ $set == both ]] && ((AT_ONCE <= 3)); then
+    echo "both: AT_ONCE is $AT_ONCE and three soaks run all the time: give more, or soaks and tests apart" >&2
     exit 2
   fi
 done
@@ -74,8 +74,7 @@ soaks() {
   local minutes
   minutes=$(awk "BEGIN { print ($(left 80)) / 60 }") # less what an engine takes to start and end
   echo "soak-captured python3 -m tests.gpu.soak --captured --mode auto --every 50 --minutes $minutes"
-  echo "soak-bf16 python3 -m tests.gpu.soak --minutes $minutes"
-  echo "soak-fp8_block python3 -m tests.gpu.soak --kinds fp8_block --minutes $minutes"
+  echo "soak-eager python3 -m tests.gpu.soak --kinds bf16 fp8_block --minutes $minutes"
   echo "soak-engine python3 -m tests.soak.engine --minutes $minutes"
 }
 
@@ -173,7 +172,7 @@ prefill() {
     --tokens 512,2048,4096,8192,32768
 }
 fp8() {
-  engines decode decode-fp8 --format fp8_block --contestants auto,vllm-gpu --together 2 \
+  engines decode decode-fp8 --format fp8-block --contestants auto,vllm-gpu --together 2 \
     --batches 1,8,32 --routing uniform,local
 }
 resident() {
