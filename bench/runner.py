@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--json", type=Path, help="file the rows are appended to")
     add("--model", default="qwen3-30b-a3b", help=f"{', '.join(models.MODELS)}, or a folder")
-    add("--layers", type=int, help="of the model, the first ones; default 24, a folder's: all")
+    add("--layers", type=number, help="of the model, the first ones; default 24, a folder's: all")
     add("--format", choices=models.FORMATS, default="bf16", help="ignored for a folder")
     add("--dtype", default="auto", help="as vLLM's")
     add("--load-format", default="dummy", help="as vLLM's")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -179,7 +180,9 @@ class OffloadConfig(BaseModel):
             raise ValueError(
                 f"stream_threshold={self.stream_threshold}: give at least 0, 'auto' or 'off'"
             )
-        if isinstance(self.gpu_memory_gib, float) and not 0 < self.gpu_memory_gib < float("inf"):
+        if isinstance(self.gpu_memory_gib, float) and not (
+            self.gpu_memory_gib > 0 and math.isfinite(self.gpu_memory_gib * 2**30)
+        ):
             raise ValueError(f"gpu_memory_gib={self.gpu_memory_gib}: give GiB above 0, or 'auto'")
         if self.slots_per_layer is not None and self.gpu_memory_gib is not None:
             raise ValueError(
@@ -396,7 +399,9 @@ def _explain(error: ValidationError) -> str:
         line = _cause(items)
         known = OffloadConfig.model_fields.get(where)
         if known is not None:
-            line = f"{where}={items[-1]['input']!r}: {line} ({known.description})"
+            # Of a list one entry may be wrong.
+            at = "".join(f"[{part}]" for part in items[-1]["loc"][1:] if isinstance(part, int))
+            line = f"{where}{at}={items[-1]['input']!r}: {line} ({known.description})"
         lines.append(line)
     return "moe_offload settings: " + "; ".join(lines)
 

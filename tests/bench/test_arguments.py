@@ -47,6 +47,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("serve", "--together 2", "--together: servers are measured one after another"),
         ("decode", "--batches 1,0", "--batches: '1,0': give numbers from 1 up"),
         ("decode prefill", "--tokens x", "--tokens: 'x': give numbers from 1 up"),
+        ("decode prefill load serve", "--layers 0", "--layers: '0': give numbers from 1 up"),
+        ("decode prefill load serve", "--layers -3", "--layers: '-3': give numbers from 1 up"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -145,6 +145,19 @@ def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         create_cpu_mapped_tensor((1 << 21,), torch.uint8)
 
 
+def test_far_more_than_there_is_is_refused() -> None:
+    with pytest.raises(
+        MemoryShortError,
+        match=r"(need 1048576\.00 GiB|1048576\.00 GiB of host memory cannot be mapped).*: free mem",
+    ):
+        create_cpu_mapped_tensor((1 << 50,), torch.uint8)
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(-1, 3\) was asked for: give sizes of 0 or more"):
+        create_cpu_mapped_tensor((-1, 3), torch.float32)
+
+
 def test_tensors_that_differ_are_refused() -> None:
     one = torch.zeros(4, 2)
     for other in (torch.zeros(2, 4), torch.zeros(4, 2, dtype=torch.float16)):

@@ -258,7 +258,9 @@ def test_a_buffer_unlike_the_weights_is_refused(by_hand: tuple[Any, list[Any]]) 
     method = PingpongUnquantizedFusedMoEMethod(experts.moe_config)
     experts.quant_method = method
     x, weights = torch.zeros(1, 64), torch.zeros(1, 4)
-    for buffer in (experts.w13_weight.data[:-1], experts.w13_weight.data.double()):
+    own = experts.w13_weight.data
+    others = own[:-1], own.double(), own.transpose(1, 2).contiguous().transpose(1, 2)
+    for buffer in others:
         experts.w13_buffer = buffer
         with pytest.raises(ValueError, match=r"w13_buffer is .*give a buffer like the weight"):
             method.apply(experts, x, weights, torch.zeros(1, 4, dtype=torch.int32))
@@ -324,6 +326,18 @@ def test_on_quantised_experts_it_is_refused(by_hand: tuple[Any, list[Any]]) -> N
     experts._modules["quant_method"] = torch.nn.Identity()
     with pytest.raises(UnsupportedError, match=r"are quantised \(Identity\).*mode='stream'"):
         experts.quant_method = PingpongUnquantizedFusedMoEMethod(experts.moe_config)
+
+
+def test_where_every_expert_fits_it_computes_from_the_buffer(
+    model: Path, stock_tokens: list[list[int]]
+) -> None:
+    with engine(model, **moe_offload_args()) as ours:
+        for layer in _model(ours).model.layers:
+            experts = layer.mlp.experts.routed_experts
+            experts.quant_method = PingpongUnquantizedFusedMoEMethod(experts.moe_config)
+            experts.w13_buffer = experts.w13_weight.data.clone()
+            experts.w13_weight.data.zero_()
+        assert greedy(ours, PROMPTS) == stock_tokens
 
 
 def test_on_an_offloaded_layer_it_is_refused(model: Path) -> None:

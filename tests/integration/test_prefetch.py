@@ -268,7 +268,8 @@ def start(model: Path, settings: dict[str, Any], **arguments: Any) -> None:
         (
             {"group_size": 1, "slots_per_layer": 4, "policy": "lru"},
             InactiveError,
-            r"nothing would be offloaded by policy, slots_per_layer",
+            r"nothing would be offloaded by policy, slots_per_layer: leave out policy, slots_per_l"
+            r"ayer, or serve a mixture-of-experts model$",
         ),
         ({"group_size": 2, "num_in_group": 3}, ConfigError, r"num_in_group=3 of group_size=2"),
     ],
@@ -278,6 +279,14 @@ def test_what_would_do_nothing_stops_the_start(
 ) -> None:
     with pytest.raises(error, match=message):
         start(dense, settings)
+
+
+def test_who_asked_for_offload_is_named(dense: Path) -> None:
+    with pytest.raises(
+        InactiveError,
+        match=r"by quantization='pingpong_moe': leave out quantization='pingpong_moe', serve a m",
+    ):
+        start(dense, {}, quantization="pingpong_moe")
 
 
 def test_experts_are_not_prefetched(moe: Path) -> None:

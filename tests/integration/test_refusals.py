@@ -136,21 +136,35 @@ def test_another_platform_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "named", "advice"),
     [
-        ({"mode": "hybrid"}, "mode='hybrid'"),
-        ({"cache_topk": 2}, "cache_topk"),
-        ({"correct_rates": "off"}, "correct_rates"),
-        ({"mode": "hybrid", "update_expert_num": 1}, "mode='hybrid', update_expert_num"),
+        ({"mode": "hybrid"}, "mode='hybrid'", "with: use mode='cache', 'cpu' or 'stream' there"),
+        ({"cache_topk": 2}, "cache_topk", "with: leave out cache_topk there"),
+        ({"correct_rates": "off"}, "correct_rates", "with: leave out correct_rates there"),
+        (
+            {"mode": "hybrid", "update_expert_num": 1},
+            "mode='hybrid', update_expert_num",
+            "with: leave out update_expert_num, and use mode='cache', 'cpu' or 'stream' there",
+        ),
     ],
 )
 def test_what_needs_a_bus_is_refused_without_one(
-    settings: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], named: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UnsupportedError, match=f"{named}: vLLM's CPU build has no bus"):
+    with pytest.raises(UnsupportedError, match=f"{named}: vLLM's CPU build has no bus.*{advice}"):
         refusals.refuse_settings(OffloadConfig.parse(settings))
     monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
     refusals.refuse_settings(OffloadConfig.parse(settings))
+
+
+def test_buffers_that_no_step_would_pass_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    unused = OffloadConfig.parse({"slots_per_layer": 2, "stream_experts": 4})
+    with pytest.raises(ConfigError, match=r"stream_experts=4.* nothing is streamed unless stream"):
+        refusals.refuse_settings(unused)
+    for used in ({"stream_threshold": 64}, {"mode": "stream"}):
+        refusals.refuse_settings(OffloadConfig.parse({"stream_experts": 4, **used}))
+    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
+    refusals.refuse_settings(unused)
 
 
 @pytest.mark.parametrize("mode", ["auto", "cache", "cpu"])

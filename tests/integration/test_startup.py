@@ -37,6 +37,8 @@ from vllm_moe_offload import (  # noqa: E402
 )
 from vllm_moe_offload.config import OffloadConfig  # noqa: E402
 from vllm_moe_offload.device import HostDevice  # noqa: E402
+from vllm_moe_offload.device import host as host_device  # noqa: E402
+from vllm_moe_offload.host import store as store_module  # noqa: E402
 from vllm_moe_offload.integration import layers, runtime  # noqa: E402
 from vllm_moe_offload.integration.compat import check_version  # noqa: E402
 from vllm_moe_offload.integration.frontend import configure  # noqa: E402
@@ -342,6 +344,19 @@ def test_more_slots_than_experts_stop_the_start(model: Path) -> None:
         start(model, {"slots_per_layer": 17})
 
 
+@pytest.mark.parametrize("settings", [{"slots_per_layer": 1}, {}, {"mode": "stream"}])
+def test_experts_that_the_host_does_not_hold_are_named_first(
+    model: Path, settings: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU slots take of the same memory, and fewer of them would not help."""
+    for module in (host_device, store_module):
+        monkeypatch.setattr(module, "available_memory", lambda: 1 << 10)
+    with pytest.raises(
+        MemoryShortError, match=r"^offloaded weights need 1.1 MiB of host memory .*: free memory"
+    ):
+        start(model, settings)
+
+
 def test_a_budget_below_one_slot_each_stops_the_start(model: Path) -> None:
     with pytest.raises(MemoryShortError, match=r"do not hold one expert for each of 3 layers"):
         start(model, {"gpu_memory_gib": 1e-5})
@@ -464,7 +479,7 @@ def test_a_dense_model_stops_the_start(tmp_path: Path) -> None:
         **checkpoints.COMMON, num_key_value_heads=2, head_dim=32, intermediate_size=64
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(InactiveError, match=r"no mixture-of-experts layer.*remove the settings"):
+    with pytest.raises(InactiveError, match=r"no mixture-of-experts layer.*: leave out slots"):
         start(tmp_path, {"slots_per_layer": 4})
 
 

@@ -22,9 +22,12 @@ def create_cpu_mapped_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.
 
     It takes as many bytes as it has, to whole pages (torch's own page-locked memory goes up to the
     next power of two), and is given back with its last view. Without a GPU it is ordinary memory.
-    Raises MemoryShortError where there is not enough, or not enough that may be locked.
+    Raises MemoryShortError where there is not enough, or not enough that may be locked, and
+    ValueError for a negative size.
     """
     shape = tuple(shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"a tensor of shape {shape} was asked for: give sizes of 0 or more")
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
     if torch.cuda.is_available():

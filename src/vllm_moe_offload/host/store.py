@@ -17,6 +17,8 @@ from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host.pages import Pages, available_memory, map_pages, touch
 
+_ADVICE = "free memory, or serve a smaller or more strongly quantised model"
+
 Register = Callable[[int, int], None]
 Unregister = Callable[[int], None]
 
@@ -58,7 +60,10 @@ class HostStore:
         self._error: BaseException | None = None
 
     def allocate(self, layout: ExpertLayout, num_experts: int) -> dict[str, torch.Tensor]:
-        """Tensors of shape ``[E, ...]``, one for each tensor of the layout, contents zero."""
+        """Tensors of shape ``[E, ...]``, one for each tensor of the layout, contents zero.
+
+        Raises MemoryShortError where the system does not even promise as much.
+        """
         self.nbytes += layout.nbytes * num_experts
         return {
             spec.name: self._block((num_experts, *spec.shape), spec.dtype)
@@ -87,19 +92,24 @@ class HostStore:
             f"{amount(available_memory())} are available (locked-memory limit: {limit})"
         )
 
+    def require(self, also_needed: str = "") -> None:
+        """Raise MemoryShortError where there is less than what has been allocated needs.
+
+        It names both. `also_needed`: what to say there of other memory.
+        """
+        if self.pending_bytes > available_memory():
+            raise MemoryShortError(
+                f"{self.needs()}: {_ADVICE}" + (f" ({also_needed})" if also_needed else "")
+            )
+
     def prepare(self, also_needed: str = "") -> None:
         """Begin to make ready what has been allocated since the last call.
 
-        Raises MemoryShortError, naming what is needed and what there is, before touching a page.
-        `also_needed`: what to say there of other memory.
+        Raises as `require`, before touching a page.
         """
         if not self._waiting:
             return
-        if self.pending_bytes > available_memory():
-            raise MemoryShortError(
-                f"{self.needs()}: free memory, or serve a smaller or more strongly quantised model"
-                + (f" ({also_needed})" if also_needed else "")
-            )
+        self.require(also_needed)
         waiting, self._waiting = self._waiting, []
         with self._lock:
             self._queue += waiting
@@ -160,7 +170,14 @@ class HostStore:
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
-        pages = map_pages(count * dtype.itemsize)
+        nbytes = count * dtype.itemsize
+        try:
+            pages = map_pages(nbytes)
+        except OSError as error:  # far more than there is: Linux maps what is a little too much
+            raise MemoryShortError(
+                f"{amount(nbytes)} of host memory cannot be mapped ({error.strerror}), and "
+                f"{amount(available_memory())} are available: {_ADVICE}"
+            ) from None
         # The tensor keeps a reference to the mapping, which is unmapped with its last view.
         tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
         block = _Block(pages, tensor.data_ptr(), tensor.nbytes)

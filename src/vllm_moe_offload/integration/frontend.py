@@ -68,7 +68,7 @@ def configure(vllm_config: VllmConfig, asked_by: str | None = None) -> OffloadCo
     """
     _refuse_draft_model(vllm_config)
     config = OffloadConfig.resolve(vllm_config.additional_config, os.environ)
-    asked_by = asked_by or _asked_by_model(vllm_config.model_config)
+    asked_by = asked_by or asked_by_model(vllm_config.model_config)
     if asked_by is not None:
         config = OffloadConfig.streaming(config, asked_by)
     if config is None:
@@ -89,7 +89,7 @@ def configure(vllm_config: VllmConfig, asked_by: str | None = None) -> OffloadCo
 def _refuse_draft_model(vllm_config: VllmConfig) -> None:
     """mode="stream" passes the layers of one model through its buffers."""
     speculative = vllm_config.speculative_config
-    asked_by = _asked_by_model(getattr(speculative, "draft_model_config", None))
+    asked_by = asked_by_model(getattr(speculative, "draft_model_config", None))
     if asked_by is not None:
         raise ConfigError(
             f"{asked_by} asks for offload with mode='stream' for a draft model, which that mode "
@@ -97,7 +97,7 @@ def _refuse_draft_model(vllm_config: VllmConfig) -> None:
         )
 
 
-def _asked_by_model(model_config: Any) -> str | None:
+def asked_by_model(model_config: Any) -> str | None:
     """What of the model's configuration asks for offload."""
     if model_config is None:
         return None

@@ -67,7 +67,7 @@ class PingpongUnquantizedFusedMoEMethod(UnquantizedFusedMoEMethod):
         if buffer is None:
             return super().apply(*given)
         own = layer.get_parameter(_WEIGHT)
-        if (buffer.shape, buffer.dtype, buffer.device) != (own.shape, own.dtype, own.device):
+        if _likeness(buffer) != _likeness(own):
             raise ValueError(
                 f"{layer.layer_name}: {_BUFFER} is {_described(buffer)} and {_WEIGHT} "
                 f"{_described(own)}: give a buffer like the weight, or None"
@@ -122,8 +122,15 @@ def _refuse_replays(layer: RoutedExperts, method: str) -> None:
         )
 
 
+def _likeness(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a kernel takes for granted of its weights; the order they lie in too."""
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
 def _described(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+    return (
+        f"{tuple(tensor.shape)} of {tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+    )
 
 
 def _placed(module: torch.nn.Module, name: str, value: torch.nn.Module | None) -> None:
@@ -135,7 +142,8 @@ def _placed(module: torch.nn.Module, name: str, value: torch.nn.Module | None) -
         raise InactiveError(f"{what}: set it as .routed_experts.quant_method of the layer")
     if name != "quant_method":
         raise InactiveError(f"{what}: set it as .quant_method")
-    if hasattr(module, "offload"):
+    # None where every expert fits, and the layer is vLLM's own.
+    if getattr(module, "offload", None) is not None:
         raise InactiveError(
             f"{what}: {module.layer_name} is offloaded, and not computed by it: leave it out, or "
             "start without the settings of moe_offload"

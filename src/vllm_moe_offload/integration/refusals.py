@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_moe_offload.config import SPLIT_SETTINGS, OffloadConfig
-from vllm_moe_offload.errors import UnsupportedError
+from vllm_moe_offload.errors import ConfigError, UnsupportedError
 from vllm_moe_offload.integration.compat import loses_errors_of_outputs
 
 # Of vLLM's worker.
@@ -143,14 +143,26 @@ def _refuse_reloading(name: str, reason: str, *args: Any, **kwargs: Any) -> None
 
 
 def refuse_settings(config: OffloadConfig) -> None:
-    """Raise UnsupportedError for settings that need a GPU where there is none."""
+    """Raise an error for settings that need a GPU where there is none, or do nothing there."""
     if not current_platform.is_cpu():
         return
     split = [n for n in SPLIT_SETTINGS if getattr(config, n) != "auto"]
+    instead = [f"leave out {', '.join(split)}"] if split else []
     if config.mode == "hybrid":
         split.insert(0, "mode='hybrid'")
+        instead.append("use mode='cache', 'cpu' or 'stream'")
     if split:
         raise UnsupportedError(
             f"moe_offload: {', '.join(split)}: vLLM's CPU build has no bus to share the missing "
-            "experts with: leave it out, or use mode='cache', 'cpu' or 'stream' there"
+            f"experts with: {', and '.join(instead)} there"
+        )
+    if (
+        isinstance(config.stream_experts, int)
+        and config.stream_threshold == "auto"
+        and config.mode != "stream"
+    ):
+        raise ConfigError(
+            f"moe_offload: stream_experts={config.stream_experts}, but in vLLM's CPU build nothing "
+            "is streamed unless stream_threshold says from how many rows on: give it, or leave out "
+            "stream_experts"
         )

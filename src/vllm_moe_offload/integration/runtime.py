@@ -27,6 +27,7 @@ from vllm_moe_offload.errors import ConfigError, InactiveError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
+from vllm_moe_offload.integration.frontend import asked_by_model
 from vllm_moe_offload.integration.graphs import (
     captures_a_piece,
     limit_capture_sizes,
@@ -343,13 +344,21 @@ class OffloadRuntime:
                 del self._vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]
         else:
             of_experts = sorted(self.config.model_fields_set - set(PREFETCH_SETTINGS))
+            asked_by = asked_by_model(self._vllm_config.model_config)
+            if asked_by is not None:
+                of_experts = [asked_by, *(name for name in of_experts if name != "mode")]
             if self.prefetch is None or of_experts:
+                of_them = ", ".join(of_experts) or "the settings"
                 raise InactiveError(
                     "moe_offload is configured, but this model has no mixture-of-experts layer "
                     "built on vLLM's RoutedExperts, so nothing would be offloaded"
-                    + (f" by {', '.join(of_experts)}" if of_experts else "")
-                    + ": remove the settings, serve a mixture-of-experts model, or prefetch layers "
-                    "(group_size)"
+                    + (f" by {of_them}" if of_experts else "")
+                    + f": leave out {of_them}, "
+                    + (
+                        "or serve a mixture-of-experts model"
+                        if self.prefetch is not None
+                        else "serve a mixture-of-experts model, or prefetch layers (group_size)"
+                    )
                 )
 
     def _summary(self, layers: list[OffloadedLayer]) -> list[str]:

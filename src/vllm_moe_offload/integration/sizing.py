@@ -112,6 +112,7 @@ class Sizing:
                 is_wanted=is_wanted,
             )
         except MemoryShortError as error:
+            self._store.require(also_needed=str(error))
             if not taken.layers:
                 raise
             raise MemoryShortError(
@@ -130,6 +131,7 @@ class Sizing:
             f"{max(counts)} slots in each of {len(shapes)} layers{and_buffers}", needed, free
         )
         if needed > free:
+            self._store.require(also_needed=needs)
             raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self._store.needs()})")
         stays = self._is_automatic and plan.fits
         return Sizes((None,) * len(counts) if stays else counts, buffers, needs)
@@ -175,6 +177,7 @@ class Sizing:
         buffers, free = _buffers_for(modules, counts), self._free_memory
         needs = _needs("two buffers, each for the largest layer,", buffers, free)
         if buffers > free:
+            self._store.require(also_needed=needs)
             raise MemoryShortError(
                 f"{needs}: use mode='cache', which needs less, or mode='cpu' "
                 f"({self._store.needs()})"
@@ -191,12 +194,6 @@ class Sizing:
             return 0
         asked = self._asked_experts(modules)
         if threshold == "auto" and current_platform.is_cpu():
-            if asked is not None:
-                raise ConfigError(
-                    f"stream_experts={asked}, but in vLLM's CPU build nothing is streamed unless "
-                    "stream_threshold says from how many rows on: give it, or leave out "
-                    "stream_experts"
-                )
             return 0  # a copy from memory to memory runs beside nothing
         counts = [module.moe_config.num_experts for module in modules]
         return _buffers_for(
