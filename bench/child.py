@@ -161,6 +161,23 @@ class Child:
         hits = self._hit_percent(llm)
         if hits is not None:
             self._single("hit_percent", "%", hits, **cell)
+        self._tail(llm, cell)
+
+    def _tail(self, llm: Any, cell: dict[str, Any]) -> None:
+        """Where the time of streamed steps went, in which the CPU had a part."""
+        if not self.order["ours"]:
+            return
+        (stats,) = llm.collective_rpc("moe_offload_stats")
+        tail = stats["tail"]
+        if tail is None or not tail["passed"]:
+            return
+        for metric, seconds in (("cpu_busy_percent", "computed"), ("host_wait_percent", "waited")):
+            self._single(metric, "%", 100 * tail[seconds] / tail["passed"], **cell)
+        streamed = max(sum(layer["streamed"] for layer in stats["layers"].values()), 1)
+        self._single("cpu_experts_a_layer", "", stats["cpu_experts"] / streamed, **cell)
+        for name, value in tail["rates"].items():
+            unit, scale = ("", 1.0) if name == "slowed" else ("us", 1e6)
+            self._single(f"expert_{name}{'_us' if unit else ''}", unit, scale * value, **cell)
 
     def _single(self, metric: str, unit: str, value: float, **cell: Any) -> None:
         self.emit(metric, unit, {"value": value, "min": value, "max": value, "repeats": 1}, **cell)

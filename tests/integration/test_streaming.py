@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -91,6 +93,8 @@ def engine():
 def test_without_a_tail_every_expert_is_copied(engine: CpuExpertEngine) -> None:
     settled = Settled(engine, corrects=True, has_tail=False)
     assert settled.tail is None
+    assert settled.streaming.tail_stats() is None
+    settled.streaming.reset_stats()
     assert settled.checked == ["layers.0", "layers.1"]
     assert settled.streaming.threshold == 8
 
@@ -123,6 +127,25 @@ def test_rates_are_corrected_where_they_may_be(engine: CpuExpertEngine, corrects
     assert tail._measured.slowed >= 1
     assert tail._measured.cpu == pytest.approx(READING)
     assert tail._measured.cpu_row == pytest.approx(ROW)
+
+
+def test_the_statistics_say_by_which_rates_steps_are_split_and_what_they_took(
+    engine: CpuExpertEngine,
+) -> None:
+    settled = Settled(engine, corrects=True, has_tail=True)
+    tail = settled.tail
+    tail.begin(8)
+    for name, layer in settled.layers.items():
+        layer.forward(*random_step(EXPERTS, SPEC, TOP_K, 16))
+        assert tail.times.passed > 0 or name == "layers.0"
+    told = settled.streaming.tail_stats()
+    assert told["rates"] == asdict(tail.rates)
+    assert told["rates_now"] == asdict(tail.rates_now)
+    assert told["computed"] == tail.times.computed
+    assert 0 <= told["waited"] <= told["passed"]
+    assert told["by_copies"] > 0
+    settled.streaming.reset_stats()
+    assert not any(asdict(tail.times).values())
 
 
 def test_a_failed_cpu_is_told_before_an_output_is_used(engine: CpuExpertEngine) -> None:

@@ -24,7 +24,7 @@ from vllm_moe_offload.stream import (
     buffer_bytes,
 )
 from vllm_moe_offload.stream import tail as tail_module
-from vllm_moe_offload.stream.tail import OnHost
+from vllm_moe_offload.stream.tail import OnHost, TailTimes
 
 CPU = torch.device("cpu")
 HIDDEN, TOP_K = 3, 2
@@ -247,6 +247,7 @@ def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> Non
         expert_map[on_cpu] = on_cpu
         tail.start("layer", Slow(), step, expert_map)
         tail.add(torch.zeros(20, 4), is_last=True)
+    assert tail.times.computed == pytest.approx(0.002 * sum(shares))
     assert shares[0] == 10
     # It is believed to be four times slower at most.
     assert shares[-1] == (4 if corrects else 10)
@@ -303,6 +304,7 @@ def test_what_a_step_took_is_from_one_routing_to_the_next(monkeypatch: pytest.Mo
     tail.begin(1)
     share = (10 + 4) / (2 * 9 + 2 * 2 * 4)
     assert told == [(512, share), (64, share)], "the last layer's end is not seen"
+    assert tail.times == TailTimes(passed=2 * (10 + 4), by_copies=2 * (2 * 9 + 2 * 2 * 4))
 
 
 def test_a_cpu_that_was_disturbed_once_is_believed_again() -> None:

@@ -504,6 +504,8 @@ class OffloadRuntime:
             layer.reset_counters()
         if self._share is not None:
             self._share.restart()
+        if self._streaming is not None:
+            self._streaming.reset_stats()
 
     def stats(self) -> dict[str, Any]:
         """What has been counted, and what there is: see `worker_stats`."""

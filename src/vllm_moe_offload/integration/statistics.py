@@ -67,6 +67,8 @@ def worker_stats(
     `rates_now`: those the split is made by, after so many `rate_corrections` in service;
     `buffer_bytes`: what the buffers of streamed layers take of the device's memory beside
     `device_bytes`; `stream_threshold`: the most rows of a step that is not streamed, or None;
+    `tail`: the CPU's part of streamed steps, seconds that an expert takes of each lane
+    (`TailRates`) as measured and as corrected since, and `TailTimes`; None where it has none;
     `prefetch`: see `GroupOffloader.stats`, None without group prefetch. Waits for the device.
     """
     total = Counters()
@@ -99,6 +101,7 @@ def worker_stats(
         "device_bytes": sum(layer["device_bytes"] for layer in each.values()),
         "buffer_bytes": streaming.device_bytes if streaming is not None else 0,
         "stream_threshold": streaming.threshold if streaming is not None else None,
+        "tail": streaming.tail_stats() if streaming is not None else None,
         "host_bytes": sum(layer["host_bytes"] for layer in each.values()),
         "prefetch": prefetch.stats() if prefetch is not None else None,
         "layers": each,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
@@ -15,7 +17,7 @@ from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.integration.graphs import captures_a_piece
 from vllm_moe_offload.lanes import MAX_CAPTURED, Computing, Lane, LaneBeside, OffloadedLayer
 from vllm_moe_offload.planning import TailRates, stream_threshold
-from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer
+from vllm_moe_offload.stream import BufferMemory, CpuTail, LayerStreamer, TailTimes
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -63,6 +65,22 @@ class Streaming:
     def threshold(self) -> int | None:
         """The most rows of a step that is not streamed; None: no step is."""
         return self._streamer.threshold
+
+    def tail_stats(self) -> dict[str, Any] | None:
+        """The CPU's part of streamed steps: rates, and `TailTimes`; None where it has none."""
+        tail = self._streamer.tail
+        if tail is None:
+            return None
+        return {
+            "rates": asdict(tail.rates),
+            "rates_now": asdict(tail.rates_now),
+            **asdict(tail.times),
+        }
+
+    def reset_stats(self) -> None:
+        """Set the times of `tail_stats` to zero."""
+        if self._streamer.tail is not None:
+            self._streamer.tail.times = TailTimes()
 
     def add(self, name: str, layer: OffloadedLayer, bind: Bind) -> None:
         """Let a layer take its turns; layers come in the order in which a step runs them.

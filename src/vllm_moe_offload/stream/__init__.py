@@ -5,7 +5,7 @@ from vllm_moe_offload.stream.memory import BufferMemory, buffer_bytes
 from vllm_moe_offload.stream.pool import BufferPool, PoolPlan, TensorKind
 from vllm_moe_offload.stream.prefetch import LayerPrefetcher
 from vllm_moe_offload.stream.streamer import LayerStreamer
-from vllm_moe_offload.stream.tail import CpuTail
+from vllm_moe_offload.stream.tail import CpuTail, TailTimes
 
 __all__ = [
     "BufferMemory",
@@ -18,6 +18,7 @@ __all__ = [
     "PoolPlan",
     "Streamed",
     "StreamedLayer",
+    "TailTimes",
     "TensorKind",
     "buffer_bytes",
 ]

@@ -45,6 +45,21 @@ class OnHost:
     is_staged: bool
 
 
+@dataclass
+class TailTimes:
+    """What layers with the CPU's part took, in seconds.
+
+    `computed`: the CPU, at its experts. From the reading of one layer's routing to that of the
+    next, so not of a step's last layer: `passed` in all, of these `waited` by the host for a
+    routing, and what copying every expert would have taken, `by_copies`.
+    """
+
+    computed: float = 0.0
+    passed: float = 0.0
+    waited: float = 0.0
+    by_copies: float = 0.0
+
+
 class CpuTail:
     """Reads what a layer was routed to, chooses experts for the CPU and computes them.
 
@@ -65,6 +80,7 @@ class CpuTail:
         corrects: bool = False,
         expert_bytes: int | None = None,
     ) -> None:
+        self.times = TailTimes()
         self._measured = self._rates = rates
         self._expert_bytes = expert_bytes
         self._corrects = corrects
@@ -88,6 +104,16 @@ class CpuTail:
         # Says to the stream that it is done.
         self._done: torch.Tensor | None = None
         self._device = torch.device("cpu")
+
+    @property
+    def rates(self) -> TailRates:
+        """As measured."""
+        return self._measured
+
+    @property
+    def rates_now(self) -> TailRates:
+        """As corrected since."""
+        return self._rates
 
     def begin(self, rows: int) -> bool:
         """A step of so many rows begins: whether the CPU has a part of it."""
@@ -114,12 +140,17 @@ class CpuTail:
             x.is_cuda,
         )
         self.finish()
+        began = time.perf_counter()
         if x.is_cuda:
             torch.cuda.current_stream().synchronize()
         before, self._read_at = self._read_at, time.perf_counter()
-        if before is not None and self._corrects:
-            self._passed += self._read_at - before
-            self._by_copies += self._missing * self._measured.copy
+        if before is not None:
+            passed, by_copies = self._read_at - before, self._missing * self._measured.copy
+            self._passed += passed
+            self._by_copies += by_copies
+            self.times.passed += passed
+            self.times.waited += self._read_at - began
+            self.times.by_copies += by_copies
         return read
 
     def choose(
@@ -191,7 +222,7 @@ class CpuTail:
             return
         computing, self._computing = self._computing, None
         try:
-            self._taken += computing.wait(_TIMEOUT + _SLACK * self._promised)
+            seconds = computing.wait(_TIMEOUT + _SLACK * self._promised)
         except Exception as error:
             if isinstance(error, TimeoutError):
                 computing.abandon()
@@ -201,6 +232,8 @@ class CpuTail:
                 f"{self._layer}: the CPU's part of a streamed step has failed: {error}. The step "
                 "has no output: restart the engine"
             ) from error
+        self.times.computed += seconds
+        self._taken += seconds
         self._expected += self._promised
         self._correct()
 
