@@ -28,7 +28,7 @@ def test_an_error_of_ours_is_shown_by_its_message_alone() -> None:
     assert result.exit_code == 2
     _, error = " ".join(result.output.split()).split("error: ")
     assert error.startswith("moe_offload: mode='hybrid': vLLM's CPU build has no bus"), error
-    assert error.endswith("or use mode='cache', 'cpu' or 'stream' there"), error
+    assert error.endswith(": use mode='cache', 'cpu' or 'stream' there"), error
 
 
 def test_the_run_without_offload_has_no_settings_of_the_environment(

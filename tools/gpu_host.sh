@@ -67,7 +67,7 @@ left() { echo $((ENDS - $(date +%s) - ${1:-0})); }
 
 # Tests and soaks: a line of a name and a command each, the longest first.
 
-PYTEST="python3 -m pytest -m gpu -s -ra -p no:cacheprovider --tb=short"
+PYTEST="python3 -m pytest -m gpu -s -ra -p no:cacheprovider --tb=short --durations=8"
 KINDS="bf16 fp8_block fp8_tensor fp8_channel"
 
 soaks() {
