@@ -144,11 +144,11 @@ class Child:
         requests.advance(1 + warm)
         self._reset(llm)
         times = [step_ms() for _ in range(REPEATS)]
-        hits = self._hit_percent(llm)
+        stats = self._stats(llm)
         requests.finish()
         self.emit("step_ms", "ms", summary(times), **cell)
-        if hits is not None:
-            self._single("hit_percent", "%", hits, **cell)
+        if stats is not None:
+            self._hits(stats, cell)
 
     def _prefill(self, llm: Any, cell: dict[str, Any]) -> None:
         """The time to the one token that is asked for."""
@@ -158,26 +158,29 @@ class Child:
                 self._reset(llm)
             times.append(Requests(llm, 1, cell["tokens"], 1, seed=repeat).finish() * 1e3)
         self.emit("ttft_ms", "ms", summary(times[1:]), **cell)
-        hits = self._hit_percent(llm)
-        if hits is not None:
-            self._single("hit_percent", "%", hits, **cell)
-        self._tail(llm, cell)
+        stats = self._stats(llm)
+        if stats is not None:
+            self._hits(stats, cell)
+            self._tail(stats, cell)
 
-    def _tail(self, llm: Any, cell: dict[str, Any]) -> None:
+    def _hits(self, stats: dict[str, Any], cell: dict[str, Any]) -> None:
+        used = stats["hits"] + stats["misses"]
+        if used:
+            self._single("hit_percent", "%", 100 * stats["hits"] / used, **cell)
+
+    def _tail(self, stats: dict[str, Any], cell: dict[str, Any]) -> None:
         """Where the time of streamed steps went, in which the CPU had a part."""
-        if not self.order["ours"]:
-            return
-        (stats,) = llm.collective_rpc("moe_offload_stats")
         tail = stats["tail"]
         if tail is None or not tail["passed"]:
             return
         for metric, seconds in (("cpu_busy_percent", "computed"), ("host_wait_percent", "waited")):
             self._single(metric, "%", 100 * tail[seconds] / tail["passed"], **cell)
-        streamed = max(sum(layer["streamed"] for layer in stats["layers"].values()), 1)
+        streamed = sum(layer["streamed"] for layer in stats["layers"].values())
         self._single("cpu_experts_a_layer", "", stats["cpu_experts"] / streamed, **cell)
-        for name, value in tail["rates"].items():
-            unit, scale = ("", 1.0) if name == "slowed" else ("us", 1e6)
-            self._single(f"expert_{name}{'_us' if unit else ''}", unit, scale * value, **cell)
+        rates = tail["rates"]
+        for name in ("copy", "cpu", "cpu_row"):
+            self._single(f"expert_{name}_us", "us", 1e6 * rates[name], **cell)
+        self._single("expert_slowed", "", rates["slowed"], **cell)
 
     def _single(self, metric: str, unit: str, value: float, **cell: Any) -> None:
         self.emit(metric, unit, {"value": value, "min": value, "max": value, "repeats": 1}, **cell)
@@ -186,12 +189,12 @@ class Child:
         if self.order["ours"]:
             llm.collective_rpc("moe_offload_reset_stats")
 
-    def _hit_percent(self, llm: Any) -> float | None:
+    def _stats(self, llm: Any) -> dict[str, Any] | None:
+        """What has been counted since `_reset`; None of engines that are not ours."""
         if not self.order["ours"]:
             return None
         (stats,) = llm.collective_rpc("moe_offload_stats")
-        used = stats["hits"] + stats["misses"]
-        return 100 * stats["hits"] / used if used else None
+        return stats
 
     def _watch_loading(self) -> None:
         """Measure the time and memory of a worker's `load_model`, whoever does it."""

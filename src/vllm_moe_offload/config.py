@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -180,10 +179,9 @@ class OffloadConfig(BaseModel):
             raise ValueError(
                 f"stream_threshold={self.stream_threshold}: give at least 0, 'auto' or 'off'"
             )
-        if isinstance(self.gpu_memory_gib, float) and not (
-            self.gpu_memory_gib > 0 and math.isfinite(self.gpu_memory_gib * 2**30)
-        ):
-            raise ValueError(f"gpu_memory_gib={self.gpu_memory_gib}: give GiB above 0, or 'auto'")
+        gib = self.gpu_memory_gib
+        if isinstance(gib, float) and not 0 < gib * 2**30 < float("inf"):
+            raise ValueError(f"gpu_memory_gib={gib}: give GiB above 0, or 'auto'")
         if self.slots_per_layer is not None and self.gpu_memory_gib is not None:
             raise ValueError(
                 "slots_per_layer and gpu_memory_gib both size the slots: give one of them"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +15,10 @@ CELL = {"routing": "uniform", "tokens": 512}
 
 def written(tmp_path: Path, tail: dict[str, Any] | None) -> dict[str, float]:
     result = tmp_path / "rows.jsonl"
-    child = Child({"ours": True, "result": str(result)})
+    child = Child({"result": str(result)})
     layers = {"layers.0": {"streamed": 6}, "layers.1": {"streamed": 4}}
     stats = {"tail": tail, "layers": layers, "cpu_experts": 120}
-    child._tail(SimpleNamespace(collective_rpc=lambda _: (stats,)), CELL)
+    child._tail(stats, CELL)
     if not result.exists():
         return {}
     rows = [json.loads(line) for line in result.read_text().splitlines()]

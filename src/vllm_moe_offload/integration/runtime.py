@@ -348,17 +348,15 @@ class OffloadRuntime:
             if asked_by is not None:
                 of_experts = [asked_by, *(name for name in of_experts if name != "mode")]
             if self.prefetch is None or of_experts:
-                of_them = ", ".join(of_experts) or "the settings"
+                names = ", ".join(of_experts)
+                by = f" by {names}" if names else ""
+                instead = "serve a mixture-of-experts model, or prefetch layers (group_size)"
+                if self.prefetch is not None:
+                    instead = "or serve a mixture-of-experts model"
                 raise InactiveError(
                     "moe_offload is configured, but this model has no mixture-of-experts layer "
-                    "built on vLLM's RoutedExperts, so nothing would be offloaded"
-                    + (f" by {of_them}" if of_experts else "")
-                    + f": leave out {of_them}, "
-                    + (
-                        "or serve a mixture-of-experts model"
-                        if self.prefetch is not None
-                        else "serve a mixture-of-experts model, or prefetch layers (group_size)"
-                    )
+                    f"built on vLLM's RoutedExperts, so nothing would be offloaded{by}: leave out "
+                    f"{names or 'the settings'}, {instead}"
                 )
 
     def _summary(self, layers: list[OffloadedLayer]) -> list[str]:
