@@ -12,6 +12,9 @@
 // more: 256 columns, 16 KiB unpacked, which stay in L1 (48 KiB) while all tokens pass over them,
 //   which come at 8 KiB for 512 cycles of products.
 // Weights are read from memory once for kChunkBlocks of tokens.
+//
+// With two blocks of tokens or fewer each weight is used once: bf16 is then not unpacked, and its
+// tiles are loaded from the rows where they lie.
 #pragma once
 
 #include "kernels/amx/multiply.h"
@@ -23,6 +26,8 @@ constexpr int64_t kPanelColumns = kPanelSteps * kTileColumns;
 constexpr int64_t kWidePanelColumns = 8 * kPanelColumns;
 // The most blocks of tokens for which panels are wide.
 constexpr int64_t kWidePanelBlocks = 4;
+// The most blocks of tokens for which tiles are loaded where they lie: one pass over the weights.
+constexpr int64_t kInPlaceBlocks = 2;
 // Blocks of tokens for one reading of the weights.
 constexpr int64_t kChunkBlocks = 32;
 // Columns of a row that are unpacked in one turn of fetching ahead, which is as long as a step of
@@ -45,8 +50,14 @@ struct TilePair {
   int64_t second_rows;  // 0: nobody reads the second tile's results
 };
 
-// The weights of one product: `pair_at` gives pair i of row tiles, also the one after the last,
-// which mostly belongs to the next task.
+// Row tiles of one expert's matrix.
+struct Place {
+  int64_t expert;
+  TilePair pair;
+};
+
+// The weights of one product: `pair_at` gives pair i of row tiles; `following` is what the thread
+// multiplies by after the last one, as far as is known.
 template <class W, class PairAt>
 struct Rows {
   const moe::Matrix& matrix;
@@ -56,24 +67,39 @@ struct Rows {
   int64_t columns;
   int64_t pairs;
   const PairAt& pair_at;
+  Place following;
 
-  // The rows' columns [panel, panel + width).
-  void unpack(const TilePair& pair, int64_t panel, int64_t width, Ahead& ahead, TokensAhead& tokens,
-              Buffer& buffer) const {
+  Place place(int64_t i) const { return i < pairs ? Place{expert, pair_at(i)} : following; }
+
+  // The rows' columns [panel, panel + width), unpacked.
+  RowTiles unpack(const TilePair& pair, int64_t panel, int64_t width, Ahead& ahead,
+                  TokensAhead& tokens, Buffer& buffer) const {
     unpack_tile(pair.first, pair.first_rows, panel, width, ahead, tokens, buffer.panel[0]);
     unpack_tile(pair.second, pair.second_rows, panel, width, ahead, tokens, buffer.panel[1]);
+    return {buffer.panel[0], buffer.panel[1], 64, kTileBytes};
   }
 
-  // Of the same, to be fetched in so many turns.
-  Ahead ahead(const TilePair& pair, int64_t panel, int64_t width, int64_t turns) const {
-    const std::byte* first = address(pair.first, panel);
-    return Ahead(first, first + (pair.second - pair.first) * matrix.row_bytes,
-                 step * matrix.row_bytes, address(pair.first, panel, width) - first, turns);
+  // Whether all columns of the rows are whole tiles where they lie.
+  bool are_tiles(const TilePair& pair) const {
+    return W::kIsTileRow && columns % kTileColumns == 0 && pair.first_rows == kTile &&
+           pair.second_rows == kTile;
+  }
+  RowTiles in_place(const TilePair& pair) const {
+    return {address(expert, pair.first, 0), address(expert, pair.second, 0),
+            step * matrix.row_bytes, kTileColumns * static_cast<int64_t>(sizeof(moe::Bf16))};
+  }
+
+  // The columns [panel, panel + width), to be fetched in so many turns.
+  Ahead ahead(const Place& of, int64_t panel, int64_t width, int64_t turns) const {
+    const std::byte* first = address(of.expert, of.pair.first, panel);
+    return Ahead(first, first + (of.pair.second - of.pair.first) * matrix.row_bytes,
+                 step * matrix.row_bytes, address(of.expert, of.pair.first, panel, width) - first,
+                 turns);
   }
 
  private:
-  const std::byte* address(int64_t row, int64_t panel, int64_t column = 0) const {
-    return W::address(W::row(matrix, expert, row, k_begin + panel), column);
+  const std::byte* address(int64_t of, int64_t row, int64_t panel, int64_t column = 0) const {
+    return W::address(W::row(matrix, of, row, k_begin + panel), column);
   }
 
   void unpack_tile(int64_t first, int64_t rows, int64_t panel, int64_t count, Ahead& ahead,
@@ -96,18 +122,34 @@ struct Rows {
   }
 };
 
+// The pair i of row tiles by all the tokens, from where the rows lie; the next pair's are fetched.
+template <class W, class PairAt>
+inline void multiply_in_place(const Rows<W, PairAt>& rows, int64_t i, const Tokens& tokens,
+                              Result* results) {
+  Ahead ahead = rows.ahead(rows.place(i + 1), 0, rows.columns, tokens.steps);
+  multiply_panel(rows.in_place(rows.pair_at(i)), tokens, 0, tokens.blocks, 0, tokens.steps, ahead,
+                 results);
+}
+
 // Multiplies by the packed tokens of a group and calls done(i, from, to, results) for each pair of
 // row tiles, with a result for each block in [from, to).
 template <class W, class PairAt, class Done>
 inline void multiply_rows(const Rows<W, PairAt>& rows, const Tokens& tokens, std::byte* memory,
                           const Done& done) {
   Buffer& buffer = *reinterpret_cast<Buffer*>(memory);
+  int64_t first = 0;
+  if (tokens.blocks <= kInPlaceBlocks) {
+    for (; first < rows.pairs && rows.are_tiles(rows.pair_at(first)); ++first) {
+      multiply_in_place(rows, first, tokens, buffer.results);
+      done(first, 0, tokens.blocks, buffer.results);
+    }
+  }
   for (int64_t from = 0; from < tokens.blocks; from += kChunkBlocks) {
     const int64_t to = min_of(from + kChunkBlocks, tokens.blocks);
     const int64_t blocks = to - from;
     const int64_t panel_columns = blocks <= kWidePanelBlocks ? kWidePanelColumns : kPanelColumns;
     const int64_t sharing = kResults / blocks;
-    for (int64_t begin = 0; begin < rows.pairs; begin += sharing) {
+    for (int64_t begin = first; begin < rows.pairs; begin += sharing) {
       const int64_t end = min_of(begin + sharing, rows.pairs);
       for (int64_t panel = 0; panel < rows.columns; panel += panel_columns) {
         const int64_t width = min_of(panel_columns, rows.columns - panel);
@@ -119,13 +161,14 @@ inline void multiply_rows(const Rows<W, PairAt>& rows, const Tokens& tokens, std
         TokensAhead tokens_ahead(tokens, next / kTileColumns, tile_steps(next_width), from, to,
                                  (end - begin) * unpack_turns);
         for (int64_t i = begin; i < end; ++i) {
-          Ahead ahead = i + 1 < end      ? rows.ahead(rows.pair_at(i + 1), panel, width, turns)
-                        : next_width > 0 ? rows.ahead(rows.pair_at(begin), next, next_width, turns)
-                                         : rows.ahead(rows.pair_at(end), 0,
+          Ahead ahead = i + 1 < end      ? rows.ahead(rows.place(i + 1), panel, width, turns)
+                        : next_width > 0 ? rows.ahead(rows.place(begin), next, next_width, turns)
+                                         : rows.ahead(rows.place(end), 0,
                                                       min_of(panel_columns, rows.columns), turns);
-          rows.unpack(rows.pair_at(i), panel, width, ahead, tokens_ahead, buffer);
-          multiply_panel(buffer.panel[0], buffer.panel[1], tokens, from, to, panel / kTileColumns,
-                         steps, ahead, buffer.results + (i - begin) * blocks);
+          const RowTiles tiles =
+              rows.unpack(rows.pair_at(i), panel, width, ahead, tokens_ahead, buffer);
+          multiply_panel(tiles, tokens, from, to, panel / kTileColumns, steps, ahead,
+                         buffer.results + (i - begin) * blocks);
         }
       }
       for (int64_t i = begin; i < end; ++i) {
@@ -151,13 +194,16 @@ void up_packed(const moe::Work& work, const moe::Group& group, int64_t begin, in
     }
     return {row * step, rows, layer.interleaved ? row * step + 1 : layer.intermediate + row, rows};
   };
+  const int64_t pairs = (end - begin + unit - 1) / unit;
+  // Mostly the next task is of the same expert.
   const Rows<W, decltype(pair_at)> weights{.matrix = layer.w13,
                                            .expert = group.expert,
                                            .step = step,
                                            .k_begin = 0,
                                            .columns = layer.hidden,
-                                           .pairs = (end - begin + unit - 1) / unit,
-                                           .pair_at = pair_at};
+                                           .pairs = pairs,
+                                           .pair_at = pair_at,
+                                           .following = {group.expert, pair_at(pairs)}};
   const int64_t steps = tile_steps(layer.hidden);
   const Tokens tokens{work.packed_x + group.packed * steps * kTileBytes, block_count(group), steps};
   [[maybe_unused]] const TileScope scope;
@@ -219,13 +265,19 @@ void down_packed(const moe::Work& work, const moe::Group& group, int64_t begin, 
     const int64_t second = row + kTile;
     return {row, min_of(kTile, end - row), second, second < end ? min_of(kTile, end - second) : 0};
   };
+  const int64_t pairs = (end - begin + 2 * kTile - 1) / (2 * kTile);
+  // The same rows of the next group, and behind the last one the next task.
+  const Place following = &group + 1 < work.groups + work.group_count
+                              ? Place{(&group + 1)->expert, pair_at(0)}
+                              : Place{work.groups->expert, pair_at(pairs)};
   const Rows<W, decltype(pair_at)> weights{.matrix = layer.w2,
                                            .expert = group.expert,
                                            .step = 1,
                                            .k_begin = work.inner_begin,
                                            .columns = columns,
-                                           .pairs = (end - begin + 2 * kTile - 1) / (2 * kTile),
-                                           .pair_at = pair_at};
+                                           .pairs = pairs,
+                                           .pair_at = pair_at,
+                                           .following = following};
   const int64_t steps = tile_steps(columns);
   const Tokens tokens{work.packed_inner + group.packed * steps * kTileBytes, block_count(group),
                       steps};

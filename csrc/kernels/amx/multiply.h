@@ -31,13 +31,23 @@ class TokensAhead {
   int64_t lines_a_turn_ = 0;
 };
 
+// Two tiles of weight rows, and behind each those of the next columns.
+struct RowTiles {
+  const std::byte* first;
+  const std::byte* second;
+  int64_t stride;  // from row to row
+  int64_t width;   // from tile to tile
+};
+
 // Adds to the results of kTokenTiles blocks of tokens (1 or 2), from `block` on, the products with
-// two row tiles, unpacked to `a0` and `a1`, over the tiles of columns [first, first + steps); or
-// begins them. Two by two, four products share four loads.
+// two row tiles over the tiles of columns [first, first + steps); or begins them. Two by two, four
+// products share four loads.
 template <int kTokenTiles>
-inline void multiply(const std::byte* a0, const std::byte* a1, const Tokens& tokens, int64_t block,
-                     int64_t first, int64_t steps, Result* results, Ahead& ahead) {
+inline void multiply(const RowTiles& rows, const Tokens& tokens, int64_t block, int64_t first,
+                     int64_t steps, Result* results, Ahead& ahead) {
   Ahead next = ahead;  // a copy stays in registers
+  const std::byte* a0 = rows.first;
+  const std::byte* a1 = rows.second;
   // GCC's tileloadd does not say that it reads memory: whatever was written there has to be by now.
   __asm__ volatile("" ::: "memory");
   if (first == 0) {
@@ -58,11 +68,11 @@ inline void multiply(const std::byte* a0, const std::byte* a1, const Tokens& tok
     [[maybe_unused]] const std::byte* b1 = tokens.tile(block + kTokenTiles - 1, begin);
     const int64_t left = first + steps - begin;
     const int64_t bytes = (left < kPanelSteps ? left : kPanelSteps) * kTileBytes;
-    for (int64_t k = 0; k < bytes; k += kTileBytes) {
-      MOE_TILE_LOAD(4, a0 + k, 64);
+    for (int64_t k = 0; k < bytes; k += kTileBytes, a0 += rows.width, a1 += rows.width) {
+      MOE_TILE_LOAD(4, a0, rows.stride);
       MOE_TILE_LOAD(6, b0 + k, 64);
       MOE_TILE_MULTIPLY(0, 4, 6);
-      MOE_TILE_LOAD(5, a1 + k, 64);
+      MOE_TILE_LOAD(5, a1, rows.stride);
       MOE_TILE_MULTIPLY(2, 5, 6);
       if constexpr (kTokenTiles == 2) {
         MOE_TILE_LOAD(7, b1 + k, 64);
@@ -71,8 +81,6 @@ inline void multiply(const std::byte* a0, const std::byte* a1, const Tokens& tok
       }
       next.fetch();
     }
-    a0 += bytes;
-    a1 += bytes;
   }
   ahead = next;
   MOE_TILE_STORE(0, results[0].value[0], 64);
@@ -84,14 +92,13 @@ inline void multiply(const std::byte* a0, const std::byte* a1, const Tokens& tok
 }
 
 // The same for blocks [from, to).
-inline void multiply_panel(const std::byte* a0, const std::byte* a1, const Tokens& tokens,
-                           int64_t from, int64_t to, int64_t first, int64_t steps, Ahead& ahead,
-                           Result* results) {
+inline void multiply_panel(const RowTiles& rows, const Tokens& tokens, int64_t from, int64_t to,
+                           int64_t first, int64_t steps, Ahead& ahead, Result* results) {
   int64_t block = from;
   for (; block + 2 <= to; block += 2, results += 2) {
-    multiply<2>(a0, a1, tokens, block, first, steps, results, ahead);
+    multiply<2>(rows, tokens, block, first, steps, results, ahead);
   }
-  if (block < to) multiply<1>(a0, a1, tokens, block, first, steps, results, ahead);
+  if (block < to) multiply<1>(rows, tokens, block, first, steps, results, ahead);
 }
 
 }  // namespace

@@ -29,6 +29,7 @@ inline __m256i scaled(__m512 values, float scale) {
 // it.
 template <class F>
 struct NibbleTiles : F, NibbleColumns {
+  static constexpr bool kIsTileRow = false;
   // Below, nibble_floats.h in passes of four tokens, 50 instructions each for 128 columns of a row.
   static constexpr int64_t kPackedTokens = 8;
 

@@ -1,6 +1,7 @@
 // The weights' side of the products: rows of tiles, unpacked to bf16. A format W has `unpack`, the
 // columns of one row to the rows of successive tiles, and the order that it leaves each 32 columns
-// in. Missing columns may hold anything finite: the tokens are zero there.
+// in; kIsTileRow: whether its rows are rows of tiles where they lie. Missing columns may hold
+// anything finite: the tokens are zero there.
 #pragma once
 
 #include "kernels/amx/tiles.h"
@@ -15,6 +16,7 @@ struct NaturalColumns {
 };
 
 struct Bf16Tiles : Bf16Pairs, NaturalColumns {
+  static constexpr bool kIsTileRow = true;
   static constexpr int64_t kPackedTokens = 8;
   static void unpack(const Row& row, int64_t columns, std::byte* to) {
     for (int64_t c = 0; c < columns; c += kTileColumns, to += kTileBytes) {
@@ -27,6 +29,7 @@ struct Bf16Tiles : Bf16Pairs, NaturalColumns {
 template <moe::Format kFormat>
 struct ByteTiles : Bytes<kFormat>, NaturalColumns {
   using W = Bytes<kFormat>;
+  static constexpr bool kIsTileRow = false;
   static constexpr int64_t kPackedTokens = 8;
   static void unpack(const typename W::Row& row, int64_t columns, std::byte* to) {
     for (int64_t c = 0; c < columns; c += kTileColumns, to += kTileBytes) {
