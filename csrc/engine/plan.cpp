@@ -1,5 +1,7 @@
 #include "engine/plan.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
@@ -163,10 +165,12 @@ void Scratch::Free::operator()(std::byte* memory) const { std::free(memory); }
 
 void Scratch::reserve(size_t bytes) {
   if (bytes <= bytes_) return;
-  constexpr size_t kPage = 4096;
+  // In huge pages: a tile's rows and a token's sums each lie in another small one.
+  constexpr size_t kPage = size_t{2} << 20;
   bytes = (bytes + kPage - 1) / kPage * kPage;
   auto* memory = static_cast<std::byte*>(std::aligned_alloc(kPage, bytes));
   if (memory == nullptr) throw std::bad_alloc();
+  madvise(memory, bytes, MADV_HUGEPAGE);  // a kernel without them refuses, and small ones do
   memory_.reset(memory);
   bytes_ = bytes;
 }

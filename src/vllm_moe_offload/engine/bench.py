@@ -18,7 +18,7 @@ import torch
 from vllm_moe_offload.engine._engine import MOST_PLAN_TOKENS
 from vllm_moe_offload.engine.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
-from vllm_moe_offload.host.pages import available_memory
+from vllm_moe_offload.host.pages import available_memory, map_pages
 
 Row = dict[str, Any]
 
@@ -263,11 +263,14 @@ def _memory_bytes(gib: float) -> int:
 
 
 def _memory(gib: float) -> torch.Tensor:
-    """Bytes that are sane numbers in every format, touched: small bf16 values, valid e4m3."""
+    """Bytes that are sane numbers in every format, touched: small bf16 values, valid e4m3.
+
+    In huge pages, as served experts are: by small ones every row costs a walk of the page tables.
+    """
     block = (torch.rand(_BLOCK // 2) * 0.02).bfloat16().view(torch.uint8)
-    memory = torch.empty(_memory_bytes(gib) // _BLOCK, _BLOCK, dtype=torch.uint8)
-    memory.copy_(block)
-    return memory.view(-1)
+    memory = torch.frombuffer(map_pages(_memory_bytes(gib)), dtype=torch.uint8)
+    memory.view(-1, _BLOCK).copy_(block)
+    return memory
 
 
 def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
