@@ -18,6 +18,9 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# The layers (see `tests.routing.steps.layers`) that kernels are tried on: compiled, few, since each
+# takes a second or more to compile for.
+SIZES = None if INTERPRETED else [(1, 1, 1), (6, 2, 2), (13, 5, 1), (24, 16, 7)]
 
 _marks = [] if INTERPRETED else [pytest.mark.gpu]
 _marks.append(

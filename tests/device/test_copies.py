@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_moe_offload.device.copies import CopyStream, RowCopies, Rows, Runs
@@ -48,6 +48,7 @@ def runs(draw: st.DrawFn) -> tuple[int, int, Runs]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@settings(deadline=None)  # the first one on a device waits for CUDA to start
 @given(case=runs())
 def test_runs_are_copied_and_nothing_else_is(
     device: torch.device, case: tuple[int, int, Runs]

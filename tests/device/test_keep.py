@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.device.kernels import DEVICE, INTERPRETED, marked, run_interpreted
+from tests.device.kernels import DEVICE, INTERPRETED, SIZES, marked, run_interpreted
 from tests.device.test_step import Pair
 from tests.routing.steps import Layer, layers, steps
 from vllm_moe_offload.device.keep import DeviceKeep
@@ -70,7 +70,7 @@ def drawn(layer: Layer, rng: np.random.Generator, rows: int) -> np.ndarray:
 def test_prompts_between_decodes_are_kept_as_planned(
     policy: str, data: st.DataObject, seed: int
 ) -> None:
-    pair = Kept(data.draw(layers(policy)))
+    pair = Kept(data.draw(layers(policy, sizes=SIZES)))
     lengths = st.lists(st.sampled_from([0, 1, 2, 5, LAST_TOKENS, 50]), max_size=4)
     rng = np.random.default_rng(seed)
     for step in steps(pair.layer, rng, 3):

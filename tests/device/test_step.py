@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.device.kernels import DEVICE, INTERPRETED, marked, run_interpreted
+from tests.device.kernels import DEVICE, INTERPRETED, SIZES, marked, run_interpreted
 from tests.routing.steps import Layer, Step, layers, steps, used_by
 from tests.routing.test_lanes import replay
 from vllm_moe_offload.device.step import DeviceStep
@@ -101,7 +101,7 @@ def device_step(layer: Layer) -> DeviceStep:
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_drawn_steps_are_decided_as_planned(policy: str, data: st.DataObject, seed: int) -> None:
-    pair = Pair(data.draw(layers(policy)))
+    pair = Pair(data.draw(layers(policy, sizes=SIZES)))
     for step in steps(pair.layer, np.random.default_rng(seed), 6):
         pair.step(*step)
 

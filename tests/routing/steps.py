@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +31,25 @@ class Layer:
 
 
 @st.composite
-def layers(draw: st.DrawFn, policy: str | None = None, max_experts: int = 24) -> Layer:
-    num_experts = draw(st.integers(1, max_experts))
-    top_k = draw(st.integers(1, min(num_experts, 16)))
+def layers(
+    draw: st.DrawFn,
+    policy: str | None = None,
+    max_experts: int = 24,
+    sizes: Sequence[tuple[int, int, int]] | None = None,
+) -> Layer:
+    """sizes: the (num_experts, top_k, cache_topk) that may be, any by default."""
+    if sizes:
+        num_experts, top_k, cache_topk = draw(st.sampled_from(sizes))
+    else:
+        num_experts = draw(st.integers(1, max_experts))
+        top_k = draw(st.integers(1, min(num_experts, 16)))
+        cache_topk = draw(st.integers(1, top_k))
     return Layer(
         num_experts=num_experts,
         num_slots=draw(st.integers(1, num_experts)),
         policy=policy or draw(st.sampled_from(list(POLICIES))),
         top_k=top_k,
-        cache_topk=draw(st.integers(1, top_k)),
+        cache_topk=cache_topk,
         num_waves=draw(st.integers(1, 4)),
     )
 
