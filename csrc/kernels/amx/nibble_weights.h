@@ -29,7 +29,7 @@ inline __m256i scaled(__m512 values, float scale) {
 // it.
 template <class F>
 struct NibbleTiles : F, NibbleColumns {
-  // Below, nibble_floats.h in passes of four tokens, 50 instructions each for 128 columns of a row.
+  // Below, nibble_words.h in passes of four tokens, 37 instructions each for 128 columns of a row.
   static constexpr int64_t kPackedTokens = 8;
 
   static void unpack(const NibbleRow& row, int64_t columns, std::byte* to) {
