@@ -291,10 +291,10 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
   for (int64_t g = 0; g < pairs.group_count(); ++g) all_pairs += pairs.groups()[g].count;
   const int64_t tokens_a_group = all_pairs / std::max<int64_t>(1, pairs.group_count());
   const bool packed = pairs.block_count() > 0;
-  chunk.up_rows = packed
-                      ? packed_rows_per_task(inner_rows, pairs.group_count(), pool.threads(),
-                                             tokens_a_group, kPackedRows / 2)
-                      : rows_per_task(inner_rows, pairs.group_count(), pool.threads(), kRowAlign);
+  chunk.up_rows =
+      packed ? packed_rows_per_task(inner_rows, pairs.group_count(), pool.threads(), tokens_a_group,
+                                    kPackedRows / 2)
+             : rows_per_task(inner_rows, pairs.group_count(), pool.threads(), kernels_.inner_align);
   chunk.down_rows =
       packed ? packed_rows_per_task(layer_.hidden, 1, pool.threads(), tokens_a_group, kPackedRows)
              : rows_per_task(layer_.hidden, 1, pool.threads(), kUsualRows);

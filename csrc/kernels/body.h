@@ -266,12 +266,41 @@ inline void up_block(const moe::Work& work, const Product& product, int64_t firs
   activate_block(work, first_pair, tokens, rows, block);
 }
 
+// Columns that W stores together, or as few rows as a task may have.
+template <class W>
+constexpr int64_t inner_align() {
+  if constexpr (requires { W::kTogether; }) {
+    return W::kTogether;
+  } else {
+    return moe::kRowAlign;
+  }
+}
+template <class W>
+constexpr int64_t kInnerAlign = inner_align<W>();
+
+// `count` values to columns [k, k + count) of an inner row, and zeros to what is stored with them.
+template <class W>
+inline void store_together(const float* values, int64_t count, int64_t k,
+                           typename W::Operand* inner) {
+  for (; count >= W::kTogether; count -= W::kTogether, k += W::kTogether, values += W::kTogether) {
+    W::store_together(values, k, inner);
+  }
+  if (count <= 0) return;
+  float last[W::kTogether] = {};
+  for (int64_t i = 0; i < count; ++i) last[i] = values[i];
+  W::store_together(last, k, inner);
+}
+
 // Zeroes an inner row's elements past the last one.
 template <class W>
 inline void zero_padding(const moe::Work& work, typename W::Operand* inner) {
-  const int64_t count = work.inner_end - work.inner_begin;
-  for (int64_t k = count; k < work.inner_stride; ++k) {
-    V::store_scalar(inner + W::position(k), 0.0f);
+  int64_t k = work.inner_end - work.inner_begin;
+  if constexpr (requires { W::kTogether; }) {
+    constexpr float kZeros[W::kTogether] = {};
+    k = (k + W::kTogether - 1) / W::kTogether * W::kTogether;
+    for (; k < work.inner_stride; k += W::kTogether) W::store_together(kZeros, k, inner);
+  } else {
+    for (; k < work.inner_stride; ++k) V::store_scalar(inner + W::position(k), 0.0f);
   }
 }
 
@@ -279,20 +308,24 @@ inline void zero_padding(const moe::Work& work, typename W::Operand* inner) {
 template <class W>
 inline void store_activated(const float* values, int64_t count, int64_t k,
                             typename W::Operand* inner) {
-  constexpr int64_t kColumns = 16;
-  for (int64_t r = 0; r < count; r += kColumns) {
-    typename W::Operand operands[kColumns];
-    for (int64_t i = 0; i < kColumns; i += V::kWidth) {
-      V::store(operands + i, V::load(values + r + i));
-    }
-    if (count - r >= kColumns && (k + r) % kColumns == 0) {
-      // Within so few columns positions are known here, but for where they begin.
-      typename W::Operand* to = inner + W::position(k + r);
+  if constexpr (requires { W::kTogether; }) {
+    return store_together<W>(values, count, k, inner);
+  } else {
+    constexpr int64_t kColumns = 16;
+    for (int64_t r = 0; r < count; r += kColumns) {
+      typename W::Operand operands[kColumns];
+      for (int64_t i = 0; i < kColumns; i += V::kWidth) {
+        V::store(operands + i, V::load(values + r + i));
+      }
+      if (count - r >= kColumns && (k + r) % kColumns == 0) {
+        // Within so few columns positions are known here, but for where they begin.
+        typename W::Operand* to = inner + W::position(k + r);
 #pragma GCC unroll 16
-      for (int64_t i = 0; i < kColumns; ++i) to[W::position(i)] = operands[i];
-    } else {
-      const int64_t left = min_of(kColumns, count - r);
-      for (int64_t i = 0; i < left; ++i) inner[W::position(k + r + i)] = operands[i];
+        for (int64_t i = 0; i < kColumns; ++i) to[W::position(i)] = operands[i];
+      } else {
+        const int64_t left = min_of(kColumns, count - r);
+        for (int64_t i = 0; i < left; ++i) inner[W::position(k + r + i)] = operands[i];
+      }
     }
   }
 }
@@ -384,6 +417,6 @@ void down(const moe::Work& work, int64_t begin, int64_t end, std::byte*) {
 
 template <class W>
 constexpr moe::Kernels kKernels{
-    sizeof(typename W::Operand), prepare<W>, up<W>, down<W>, 0, nullptr, nullptr};
+    sizeof(typename W::Operand), kInnerAlign<W>, prepare<W>, up<W>, down<W>, 0, nullptr, nullptr};
 
 }  // namespace

@@ -51,6 +51,12 @@ bool has_avx512() {
          bit(flags, 17) /* DQ */ && bit(flags, 30) /* BW */ && bit(flags, 31) /* VL */;
 }
 
+// Skylake-X has AVX-512 without these, Cascade Lake without VBMI: there has_avx512's kernels serve.
+bool has_avx512_vnni() {
+  const uint32_t flags = cpuid(7, 0).c;
+  return has_avx512() && bit(flags, 1) /* VBMI */ && bit(flags, 11) /* VNNI */;
+}
+
 bool has_avx512_bf16() {
   return has_avx512() && bit(cpuid(7, 1).a, 5) /* BF16 */ && bit(cpuid(7, 0).c, 11) /* VNNI */;
 }
@@ -72,8 +78,8 @@ bool may_use_tiles() {
 bool has_amx() {
   constexpr uint64_t kTiles = 0x60000;  // tile configuration and data
   const uint32_t flags = cpuid(7, 0).d;
-  return has_avx512_bf16() && (os_state() & kTiles) == kTiles && bit(flags, 22) /* AMX-BF16 */ &&
-         bit(flags, 24) /* AMX-TILE */;
+  return has_avx512_vnni() && has_avx512_bf16() && (os_state() & kTiles) == kTiles &&
+         bit(flags, 22) /* AMX-BF16 */ && bit(flags, 24) /* AMX-TILE */;
 }
 
 #endif
@@ -98,7 +104,13 @@ const Kernels* avx512_kernels(Format format, Dtype dtype) {
   return MOE_FIND(avx512, format, dtype);
 }
 
-// Products of bf16 would round activations that are not.
+// Products of 16 bits, whole numbers or bf16, would round activations that are finer than bf16. The
+// set has kernels of its own for nibbles alone.
+const Kernels* avx512_vnni_kernels(Format format, Dtype dtype) {
+  const Kernels* own = dtype == Dtype::kBf16 ? avx512_vnni::nibbles(format, dtype) : nullptr;
+  return own != nullptr ? own : avx512_kernels(format, dtype);
+}
+
 const Kernels* avx512_bf16_kernels(Format format, Dtype dtype) {
   const Kernels* own = dtype == Dtype::kBf16 ? MOE_FIND(avx512_bf16, format, dtype) : nullptr;
   return own != nullptr ? own : avx512_kernels(format, dtype);
@@ -117,6 +129,7 @@ std::vector<Isa> detect() {
 #ifdef MOE_X86
   if (has_avx2()) found.push_back({"avx2", avx2_kernels, nullptr, nullptr});
   if (has_avx512()) found.push_back({"avx512", avx512_kernels, nullptr, nullptr});
+  if (has_avx512_vnni()) found.push_back({"avx512_vnni", avx512_vnni_kernels, nullptr, nullptr});
   if (has_avx512_bf16()) found.push_back({"avx512_bf16", avx512_bf16_kernels, nullptr, nullptr});
   if (has_amx()) found.push_back({"amx", amx_kernels, amx::multiply_tiles, may_use_tiles});
 #endif

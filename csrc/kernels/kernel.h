@@ -14,8 +14,8 @@ namespace moe {
 // The most tokens and the most weight rows of one call to a product: its result stays in L1.
 inline constexpr int64_t kTokenBlock = 64;
 inline constexpr int64_t kRowBlock = 32;
-// Row ranges of tasks are multiples of this, so that the same rows always share a register block
-// and a sum does not depend on how the work was split.
+// Row ranges of tasks are multiples of this (and of `Kernels::inner_align`), so that the same rows
+// always share a register block and a sum does not depend on how the work was split.
 inline constexpr int64_t kRowAlign = 4;
 // Operand rows are padded with zeros to a multiple of this many elements: kernels need no tail on
 // the activations' side.
@@ -119,6 +119,8 @@ struct Work {
 struct Kernels {
   // Bytes of one element of `Work::x` and `Work::inner`.
   int64_t operand_bytes;
+  // `up` takes rows from multiples of this on, and ends at one or at the last row.
+  int64_t inner_align;
   // Rows of `source` ([count, H] in the layer's dtype) to operand rows, padding included.
   void (*prepare)(const Layer& layer, const void* source, int64_t count, std::byte* x,
                   int64_t x_stride);
@@ -147,6 +149,7 @@ struct Kernels {
 MOE_DECLARE_KERNELS(scalar)
 MOE_DECLARE_KERNELS(avx2)
 MOE_DECLARE_KERNELS(avx512)
+MOE_DECLARE_KERNELS(avx512_vnni)
 MOE_DECLARE_KERNELS(avx512_bf16)
 MOE_DECLARE_KERNELS(amx)
 #undef MOE_DECLARE_KERNELS

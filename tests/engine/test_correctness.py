@@ -284,14 +284,29 @@ def test_activations_are_accurate_over_their_range(
     assert ((out - exact).abs() <= bound).all()
 
 
+@by_value
+def test_activations_of_very_different_sizes(
+    engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator, format: Format
+) -> None:
+    spec = make_spec(320, 160, format)
+    shard = make_shard(spec, 2)
+    for rows in (1, 2, 5, 12):
+        x, ids, weights = random_batch(spec, rows, 2, (0, 2), generator)
+        sizes = 10.0 ** torch.randint(-6, 2, x.shape, generator=generator)
+        x = (x * sizes).to(x.dtype)
+        x[:, 64:96] = 0
+        check(engine, spec, shard, (x, ids, weights))
+
+
 def test_nan_in_gives_nan_out(engine: CpuExpertEngine, make_shard: MakeShard) -> None:
-    for activation, format in itertools.product(Activation, (Format.FP32, Format.BF16)):
+    formats = (Format.FP32, Format.BF16, Format.FP8_TENSOR, Format.INT4, Format.MXFP4, Format.NVFP4)
+    for activation, format in itertools.product(Activation, formats):
         spec = make_spec(40, 24, format, activation=activation)
         plan = engine.plan(spec, make_shard(spec, 1), max_tokens=20, top_k=1)
         for tokens in (1, 20):
-            x = torch.zeros(tokens, 40, dtype=spec.activation_dtype)
+            x = torch.zeros(tokens, spec.hidden, dtype=spec.activation_dtype)
             x[0, 3] = torch.nan
-            out = torch.zeros(tokens, 40)
+            out = torch.zeros(x.shape)
             ids = torch.zeros(tokens, 1, dtype=torch.int32)
             plan.run(x, ids, torch.ones(tokens, 1), out)
             assert out[0].isnan().all()

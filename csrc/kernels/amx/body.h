@@ -328,12 +328,8 @@ void down_either(const moe::Work& work, int64_t begin, int64_t end, std::byte* b
 inline int64_t buffer_bytes(const moe::Layer&) { return sizeof(Buffer); }
 
 template <class Small, class W>
-constexpr moe::Kernels kTileKernels{sizeof(typename Small::Operand),
-                                    prepare<Small>,
-                                    up_either<Small, W>,
-                                    down_either<Small, W>,
-                                    W::kPackedTokens,
-                                    pack<W>,
-                                    buffer_bytes};
+constexpr moe::Kernels kTileKernels{
+    sizeof(typename Small::Operand), kInnerAlign<Small>, prepare<Small>, up_either<Small, W>,
+    down_either<Small, W>,           W::kPackedTokens,   pack<W>,        buffer_bytes};
 
 }  // namespace

@@ -30,7 +30,7 @@ inline __m256i scaled(__m512 values, float scale) {
 template <class F>
 struct NibbleTiles : F, NibbleColumns {
   static constexpr bool kIsTileRow = false;
-  // Below, nibble_floats.h in passes of four tokens, 50 instructions each for 128 columns of a row.
+  // Below, nibble_words.h in passes of four tokens, 37 instructions each for 128 columns of a row.
   static constexpr int64_t kPackedTokens = 8;
 
   static void unpack(const NibbleRow& row, int64_t columns, std::byte* to) {

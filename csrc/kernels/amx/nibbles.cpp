@@ -1,7 +1,7 @@
 #include "kernels/avx512/vec.h"
 // vec.h comes first: the others are written over its V.
 #include "kernels/activation.h"
-#include "kernels/formats/nibble_floats.h"
+#include "kernels/formats/nibble_words.h"
 // After the formats.
 #include "kernels/amx/body.h"
 #include "kernels/amx/nibble_weights.h"
@@ -10,19 +10,19 @@ namespace moe::amx {
 
 namespace {
 
-template <class Table, class Tiles>
-constexpr const Kernels& kNibbles = kTileKernels<NibbleFloats<Table>, NibbleTiles<Tiles>>;
+template <class Small, class Tiles>
+constexpr const Kernels& kNibbles = kTileKernels<Small, NibbleTiles<Tiles>>;
 
 }  // namespace
 
 const Kernels* nibbles(Format format, Dtype) {
   switch (format) {
     case Format::kInt4:
-      return &kNibbles<Int4Table<Bf16>, Int4Tiles>;
+      return &kNibbles<NibbleWords<Int4Bytes>, Int4Tiles>;
     case Format::kMxfp4:
-      return &kNibbles<Mxfp4Table, Mxfp4Tiles>;
+      return &kNibbles<NibbleWords<Mxfp4Bytes>, Mxfp4Tiles>;
     case Format::kNvfp4:
-      return &kNibbles<Nvfp4Table, Nvfp4Tiles>;
+      return &kNibbles<NibbleWords<Nvfp4Bytes>, Nvfp4Tiles>;
     default:
       return nullptr;
   }

@@ -280,7 +280,10 @@ def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tens
     for part in spec.layout.tensors:
         size = experts * part.nbytes
         if part.name.endswith("_scale"):
-            values = torch.full((experts, *part.shape), 0.01)
+            # FP8 codes are up to 480. With a larger scale gates are hundreds, what the activation
+            # makes of them subnormal floats, and a product with one takes 200 times as long.
+            large_codes = part.dtype == torch.float32
+            values = torch.full((experts, *part.shape), 1e-4 if large_codes else 0.01)
             # e8m0 codes exponents: 2^-7
             shard[part.name] = (
                 torch.full_like(values, 120).byte()

@@ -1,0 +1,23 @@
+#include "kernels/avx512/vec.h"
+// vec.h comes first: the others are written over its V.
+#include "kernels/activation.h"
+#include "kernels/formats/nibble_words.h"
+// After the formats.
+#include "kernels/body.h"
+
+namespace moe::avx512_vnni {
+
+const Kernels* nibbles(Format format, Dtype) {
+  switch (format) {
+    case Format::kInt4:
+      return &kKernels<NibbleWords<Int4Bytes>>;
+    case Format::kMxfp4:
+      return &kKernels<NibbleWords<Mxfp4Bytes>>;
+    case Format::kNvfp4:
+      return &kKernels<NibbleWords<Nvfp4Bytes>>;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace moe::avx512_vnni

@@ -1,0 +1,211 @@
+// The formats of nibble_rows.h by activations of 16 bits, whole numbers both: two products a lane
+// and instruction (AVX512-VNNI). A float for each 8 activations scales them, the largest of which
+// has 15 bits: finer than bf16. Sums of 8 products stay below 2^31.
+//
+// 64 bytes of weights are 32 words of four codes. A table looks up a code in each byte (VBMI), for
+// the even columns, and after a shift for the odd ones; of both, the high bytes masked and the low
+// bytes shifted into their place are words with 256 times the value. So part p has columns p,
+// p + 4, ..., and lane i of the products is columns [8 i, 8 i + 8). (vpermw would look up words,
+// but takes two instructions' time, on the ports of both shifts and permutations.)
+#pragma once
+
+#include "kernels/formats/lane_scales.h"
+
+namespace {
+
+// 128 activations, in the place of as many floats.
+struct WordBlock {
+  int16_t part[4][32];
+  float scale[16];  // of a lane's 8 columns
+};
+
+// The values of 16 codes, four times: a lookup reads six bits.
+struct alignas(64) ByteTable {
+  int8_t value[64];
+};
+
+// F gives rows, and for the 128 columns from k on, of which `count` are there, the table and the
+// scales; kUnit is what 1 in the table stands for. Where `has_zeros`, `zeros` are taken from what
+// the table gives.
+template <class F>
+struct NibbleWords : F {
+  static constexpr int kRows = 4;
+  static constexpr int kStreamRows = 4;
+  static constexpr int kChains = 4;
+  static constexpr int64_t kStep = kLaneColumns;
+  static constexpr int64_t kStepBytes = 64;
+  // Columns that share a scale, so that they are stored together.
+  static constexpr int64_t kTogether = 8;
+  using Operand = float;
+  using Row = NibbleRow;
+
+  static void arrange(float* x) {
+    float natural[kStep];
+    __builtin_memcpy(natural, x, sizeof natural);
+    for (int64_t k = 0; k < kStep; k += kTogether) store_together(natural + k, k, x);
+  }
+
+  // 8 columns from k on.
+  static void store_together(const float* values, int64_t k, float* x) {
+    constexpr float kMost = 32767.0f;
+    const __m256 v = _mm256_loadu_ps(values);
+    // As whole numbers, so that NaN is the largest.
+    const __m256i sizes = _mm256_and_si256((__m256i)v, _mm256_set1_epi32(0x7fffffff));
+    __m128i most = _mm_max_epu32(_mm256_castsi256_si128(sizes), _mm256_extracti128_si256(sizes, 1));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0x4e));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0xb1));
+    // Nothing is divided by zero; NaN, as the second operand, stays.
+    const __m128 largest = _mm_max_ss(_mm_set_ss(1e-30f), (__m128)most);
+    const __m256 factor = _mm256_broadcastss_ps(_mm_div_ss(_mm_set_ss(kMost), largest));
+    const __m128i words = _mm256_cvtsepi32_epi16(_mm256_cvtps_epi32(_mm256_mul_ps(v, factor)));
+    // Columns p and p + 4 are a lane of part p.
+    const __m128i lanes = _mm_shuffle_epi8(
+        words, _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    int32_t lane_of[4];
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lane_of), lanes);
+    auto* to = reinterpret_cast<WordBlock*>(x + k / kStep * kStep);
+    const int64_t lane = k % kStep / kTogether;
+    for (int p = 0; p < 4; ++p) __builtin_memcpy(to->part[p] + 2 * lane, lane_of + p, 4);
+    to->scale[lane] = _mm_cvtss_f32(largest) * (F::kUnit / 256.0f / kMost);
+  }
+
+  template <int kRows, int kTokens>
+  [[gnu::always_inline]] static void step(const Row* rows, const float* const* x, int64_t k,
+                                          int64_t left, V::F (&sum)[kRows][kTokens]) {
+    // As many rows in turns as keep their sums in registers: instructions wait for each other along
+    // a row.
+    constexpr int kTurns = kRows * kTokens <= 8 ? kRows : 2;
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r += kTurns) {
+      // All rows have zero points or none.
+      if (F::has_zeros(rows[0])) {
+        multiply<kTurns, kTokens, true>(rows + r, x, k, left, sum + r);
+      } else {
+        multiply<kTurns, kTokens, false>(rows + r, x, k, left, sum + r);
+      }
+    }
+  }
+
+ private:
+  template <int kRows, int kTokens, bool kZeros>
+  [[gnu::always_inline]] static void multiply(const Row* rows, const float* const* x, int64_t k,
+                                              int64_t left, V::F (*sum)[kTokens]) {
+    const WordBlock* block[kTokens];
+    for (int t = 0; t < kTokens; ++t) block[t] = reinterpret_cast<const WordBlock*>(x[t] + k);
+    __m512i codes[kRows];
+    __m512i products[kRows][kTokens];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) codes[r] = load(rows[r], k, left);
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      __m512i bytes[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const __m512i table = _mm512_load_si512(F::table(rows[r], k).value);
+        bytes[r] =
+            _mm512_permutexvar_epi8(odd == 0 ? codes[r] : _mm512_srli_epi16(codes[r], 4), table);
+        if constexpr (kZeros) {
+          bytes[r] = _mm512_sub_epi8(bytes[r], F::zeros(rows[r], k, left < kStep ? left : kStep));
+        }
+      }
+#pragma GCC unroll 2
+      for (int high = 0; high < 2; ++high) {
+        const int p = odd + 2 * high;
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; ++r) {
+          const __m512i w =
+              high == 0
+                  ? _mm512_slli_epi16(bytes[r], 8)
+                  : _mm512_and_si512(bytes[r], _mm512_set1_epi16(static_cast<int16_t>(0xff00)));
+#pragma GCC unroll 4
+          for (int t = 0; t < kTokens; ++t) {
+            const __m512i v = _mm512_loadu_si512(block[t]->part[p]);
+            // The first has no sum to add to: with one of zero, a register would be cleared for it.
+            products[r][t] =
+                p == 0 ? _mm512_madd_epi16(w, v) : _mm512_dpwssd_epi32(products[r][t], w, v);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const V::F scales = F::scales(rows[r], k, left < kStep ? left : kStep);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) {
+        sum[r][t] = V::fma(_mm512_cvtepi32_ps(products[r][t]),
+                           V::mul(scales, V::load(block[t]->scale)), sum[r][t]);
+      }
+    }
+  }
+
+  [[gnu::always_inline]] static __m512i load(const Row& row, int64_t k, int64_t left) {
+    if (left >= kStep) return _mm512_loadu_si512(row.weight + k / 2);
+    return _mm512_maskz_loadu_epi8((uint64_t{1} << (left + 1) / 2) - 1, row.weight + k / 2);
+  }
+};
+
+// q - zero for each zero point.
+struct Int4ByteTables {
+  ByteTable of_zero[16];
+};
+constexpr Int4ByteTables int4_byte_tables() {
+  Int4ByteTables tables{};
+  for (int zero = 0; zero < 16; ++zero) {
+    for (int i = 0; i < 64; ++i) tables.of_zero[zero].value[i] = static_cast<int8_t>(i % 16 - zero);
+  }
+  return tables;
+}
+constexpr Int4ByteTables kInt4ByteTables = int4_byte_tables();
+
+// Scales are of the activations' dtype, which is bf16 here.
+struct Int4Bytes : Int4Rows<moe::Bf16> {
+  static constexpr float kUnit = 1.0f;
+  // Those of several groups in a step; one group's are the table's.
+  static bool has_zeros(const NibbleRow& row) {
+    return row.zero != nullptr && int64_t{1} << row.shift < kLaneColumns;
+  }
+  [[gnu::always_inline]] static const ByteTable& table(const NibbleRow& row, int64_t k) {
+    return kInt4ByteTables.of_zero[has_zeros(row) ? 0 : zero(row, k >> row.shift)];
+  }
+  [[gnu::always_inline]] static __m512i zeros(const NibbleRow& row, int64_t k, int64_t count) {
+    const __m128i words = int4_zeros(row, k, count);
+    return _mm512_permutexvar_epi16(
+        word_groups(row), _mm512_castsi128_si512(_mm_or_si128(words, _mm_slli_epi16(words, 8))));
+  }
+  [[gnu::always_inline]] static __m512 scales(const NibbleRow& row, int64_t k, int64_t count) {
+    return int4_scales(row, k, count);
+  }
+};
+
+// Twice e2m1's values, which are whole numbers.
+constexpr ByteTable e2m1_byte_table() {
+  constexpr int8_t kMagnitudes[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+  ByteTable table{};
+  for (int i = 0; i < 64; ++i) {
+    const int8_t magnitude = kMagnitudes[i % 8];
+    table.value[i] = i % 16 < 8 ? magnitude : static_cast<int8_t>(-magnitude);
+  }
+  return table;
+}
+constexpr ByteTable kE2m1Bytes = e2m1_byte_table();
+
+struct E2m1Bytes {
+  static constexpr float kUnit = 0.5f;
+  static constexpr bool has_zeros(const NibbleRow&) { return false; }
+  static const ByteTable& table(const NibbleRow&, int64_t) { return kE2m1Bytes; }
+  static __m512i zeros(const NibbleRow&, int64_t, int64_t) { return _mm512_setzero_si512(); }
+};
+
+struct Mxfp4Bytes : Mxfp4Rows, E2m1Bytes {
+  [[gnu::always_inline]] static __m512 scales(const NibbleRow& row, int64_t k, int64_t count) {
+    return mxfp4_scales(row, k, count);
+  }
+};
+
+struct Nvfp4Bytes : Nvfp4Rows, E2m1Bytes {
+  [[gnu::always_inline]] static __m512 scales(const NibbleRow& row, int64_t k, int64_t count) {
+    return nvfp4_scales(row, k, count);
+  }
+};
+
+}  // namespace
