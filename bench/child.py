@@ -25,6 +25,9 @@ PROMPT = 16  # tokens before the steps that decode.py times
 REPEATS = 7
 # A repeat is the mean of up to so many steps, after up to so many that fill caches.
 _CHUNK, _WARM = 16, 64
+# An engine that started beside others has measured its rates beside them. Serving corrects these,
+# at most every two seconds and by the root of what they are off: so long at once, so often at most.
+_SETTLE_SECONDS, _SETTLE_TURNS = 3.0, 6
 
 
 class _Loaded(Exception):
@@ -107,6 +110,7 @@ class Child:
         self._single("start_s", "s", time.perf_counter() - began)
         if not sys.stdin.readline():  # its turn
             return  # the runner has ended
+        self._settle(llm)
         for cell in self.order["cells"]:
             if cell.get("routing") not in (None, "model", SWITCHING):
                 _route(llm, cell["routing"])
@@ -114,6 +118,22 @@ class Child:
                 self._decode(llm, cell)
             else:
                 self._prefill(llm, cell)
+
+    def _settle(self, llm: Any) -> None:
+        """Serve until no other split of the misses is made any more, where they are split."""
+        batch = max((cell["batch"] for cell in self.order["cells"] if "batch" in cell), default=0)
+        stats = self._stats(llm)
+        if not batch or stats is None or stats["rates"] is None:
+            return
+        corrections = stats["rate_corrections"]
+        for _ in range(_SETTLE_TURNS):
+            ends = time.perf_counter() + _SETTLE_SECONDS
+            while time.perf_counter() < ends:
+                Requests(llm, batch, PROMPT, _CHUNK).finish()
+            before, corrections = corrections, self._stats(llm)["rate_corrections"]
+            if corrections == before:
+                break
+        self._single("rate_corrections", "", corrections)
 
     def _decode(self, llm: Any, cell: dict[str, Any]) -> None:
         """Steps of a full batch after its prefill; their number follows from how long they take."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bench import child as bench_child
 from bench.child import Child
 
 CELL = {"routing": "uniform", "tokens": 512}
@@ -45,3 +47,50 @@ def test_where_the_time_of_streamed_steps_went(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tail", [None, {"passed": 0.0}])
 def test_steps_without_the_cpu_say_nothing(tmp_path: Path, tail: dict[str, Any] | None) -> None:
     assert written(tmp_path, tail) == {}
+
+
+class Engine:
+    """Of ours: whose rates are corrected while it serves, so often and every two seconds."""
+
+    def __init__(self, corrections: int, rates: dict[str, float] | None) -> None:
+        self.seconds, self.served = 0.0, []
+        self._corrections, self._rates = corrections, rates
+
+    def collective_rpc(self, name: str) -> list[dict[str, Any]]:
+        assert name == "moe_offload_stats"
+        done = min(self._corrections, int(self.seconds // 2))
+        return [{"rates": self._rates, "rate_corrections": done}]
+
+    def requests(self, _: Any, batch: int, prompt: int, new: int) -> Any:
+        self.served.append(batch)
+        return SimpleNamespace(finish=lambda: setattr(self, "seconds", self.seconds + 0.7))
+
+
+@pytest.mark.parametrize(
+    ("corrections", "rates", "served", "said"),
+    [
+        (0, {"fetch": 5e10}, 3.5, [0]),
+        (3, {"fetch": 5e10}, 10.5, [3]),
+        (100, {"fetch": 5e10}, 21, [10]),
+        (0, None, 0, []),
+    ],
+)
+def test_ours_serves_until_its_rates_stay(
+    corrections: int,
+    rates: dict[str, float] | None,
+    served: float,
+    said: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = Engine(corrections, rates)
+    monkeypatch.setattr(bench_child, "Requests", llm.requests)
+    monkeypatch.setattr(bench_child, "time", SimpleNamespace(perf_counter=lambda: llm.seconds))
+    result = tmp_path / "rows.jsonl"
+    cells = [{"routing": "uniform", "batch": 1}, {"routing": "uniform", "batch": 8}, CELL]
+    Child({"result": str(result), "ours": True, "cells": cells})._settle(llm)
+    assert llm.seconds == pytest.approx(served)
+    assert set(llm.served) <= {8}
+    rows = [json.loads(line) for line in result.read_text().splitlines()] if said else []
+    assert [row["value"] for row in rows] == said
+    assert result.exists() == bool(said)
