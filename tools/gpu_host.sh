@@ -20,6 +20,8 @@
 # another, nothing beside them. What has not ended after SECONDS is stopped.
 #
 # ONLY: a pattern of the names of tests and soaks. COMMIT, CARD: what rows call code and machine.
+# TOUCH: GiB of memory to touch during the build, by all CPUs: a virtual machine may get its memory
+# only then, and engines that touch it by themselves start slowly.
 
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -61,6 +63,23 @@ build() {
   cp build/site/vllm_moe_offload/engine/_engine*.so src/vllm_moe_offload/engine/
   # The sources as they are now; of what was installed, that it is a plugin of vLLM.
   export PYTHONPATH="$PWD/src:$PWD/build/site${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Every page of TOUCH GiB, written once and given back.
+touch_memory() {
+  python3 - "${TOUCH:-0}" << 'PYTHON'
+import mmap, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+began, gib = time.monotonic(), int(sys.argv[1])
+block = np.frombuffer(mmap.mmap(-1, max(gib, 1) << 30, flags=mmap.MAP_PRIVATE), np.uint8)
+with ThreadPoolExecutor(os.cpu_count()) as pool:  # filling leaves Python's lock
+    list(pool.map(lambda i: block[i << 28 : (i + 1) << 28].fill(1), range(4 * gib)))
+if gib:
+    print(f"touched {gib} GiB in {time.monotonic() - began:.0f} s")
+PYTHON
 }
 
 left() { echo $((ENDS - $(date +%s) - ${1:-0})); }
@@ -197,7 +216,9 @@ scaling() {
 }
 kt() { engine kt python3 -m bench.kt; }
 
+touch_memory &
 build
+wait
 failed=0
 for set in "$@"; do
   case $set in
