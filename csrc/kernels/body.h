@@ -110,6 +110,7 @@ struct Product {
     }
     const int64_t ahead = ahead_bytes(step);
     for (; r < rows; ++r) over_tokens<1>(first + r * step, step, ahead, out + r);
+    if constexpr (requires { W::has_rests(x[0], k_count); }) add_rests(first, step, rows, out);
   }
 
  private:
@@ -121,6 +122,17 @@ struct Product {
   int64_t ahead_bytes(int64_t rows) const {
     const int64_t bytes = rows * matrix.row_bytes;
     return (kAheadBytes + bytes - 1) / bytes * bytes;
+  }
+
+  // What the operands of few tokens have beside their main part.
+  void add_rests(int64_t first, int64_t step, int64_t rows, float* out) const {
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (!W::has_rests(x[t], k_count)) continue;
+      for (int64_t r = 0; r < rows; ++r) {
+        out[t * kRowBlock + r] +=
+            W::rests(W::row(matrix, expert, first + r * step, k_begin), x[t], k_count);
+      }
+    }
   }
 
   // As many of the rows as are whole blocks of kRows; returns their number.

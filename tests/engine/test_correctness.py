@@ -298,6 +298,47 @@ def test_activations_of_very_different_sizes(
         check(engine, spec, shard, (x, ids, weights))
 
 
+FOUR_BITS = (Format.INT4, Format.MXFP4, Format.NVFP4)
+
+
+@pytest.mark.parametrize("format", FOUR_BITS, ids=lambda f: f.value)
+@pytest.mark.parametrize("size", [30.0, 300.0, 1e3, 1e4])
+def test_activations_beside_large_ones_that_weigh_nothing(
+    engine: CpuExpertEngine,
+    make_shard: MakeShard,
+    generator: torch.Generator,
+    format: Format,
+    size: float,
+) -> None:
+    spec = make_spec(320, 160, format)
+    shard = make_shard(spec, 1)
+    codes = shard["w13_weight"]
+    # Columns 0, 8, 16, ..., the low half of every fourth byte.
+    codes[:, :, ::4] = (codes[:, :, ::4] & 0xF0) | (8 if format is Format.INT4 else 0)
+    for rows in (1, 5, 12):
+        x, ids, weights = random_batch(spec, rows, 1, (0, 1), generator)
+        x[:, ::8] = size
+        check(engine, spec, shard, (x, ids, weights))
+
+
+@pytest.mark.parametrize("format", FOUR_BITS, ids=lambda f: f.value)
+def test_infinity_in_gives_infinity_out(
+    engine: CpuExpertEngine, make_shard: MakeShard, format: Format
+) -> None:
+    spec = make_spec(40, 24, format, activation=Activation.RELU2_NO_MUL)
+    shard = make_shard(spec, 1)
+    for name in ("w13_weight", "w2_weight"):
+        shard[name][:] = 0x99 if format is Format.INT4 else 0x22  # 1
+    plan = engine.plan(spec, shard, max_tokens=20, top_k=1)
+    for tokens in (1, 20):
+        x = torch.ones(tokens, spec.hidden, dtype=spec.activation_dtype)
+        x[0, 3] = torch.inf
+        out = torch.zeros(x.shape)
+        plan.run(x, torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1), out)
+        assert (out[0] == torch.inf).all()
+        assert out[1:].isfinite().all()
+
+
 def test_nan_in_gives_nan_out(engine: CpuExpertEngine, make_shard: MakeShard) -> None:
     formats = (Format.FP32, Format.BF16, Format.FP8_TENSOR, Format.INT4, Format.MXFP4, Format.NVFP4)
     for activation, format in itertools.product(Activation, formats):
