@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -12,7 +13,8 @@ import re
 import statistics
 import subprocess
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,17 +115,32 @@ def problems(row: Row) -> list[str]:
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to the JSON list in `path`; a file is never left half written."""
+    """Add rows to the JSON list in `path`; a file is never left half written.
+
+    Runs may share it: one that adds waits for another in the same folder.
+    """
     new = list(rows)
     for row in new:
         if wrong := problems(row):
             raise ValueError(f"not a row: {'; '.join(wrong)}: {row}")
-    before = json.loads(path.read_text()) if path.is_file() else []
-    lines = ",\n".join(json.dumps(row) for row in before + new)
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".part")
-    half.write_text(f"[\n{lines}\n]\n")
-    half.replace(path)
+    with _alone(path.parent):
+        before = json.loads(path.read_text()) if path.is_file() else []
+        lines = ",\n".join(json.dumps(row) for row in before + new)
+        half = path.with_suffix(".part")
+        half.write_text(f"[\n{lines}\n]\n")
+        half.replace(path)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else is in here for the same folder; the lock is the folder's, which stays."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def card() -> str:

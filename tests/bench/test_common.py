@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,13 @@ def test_rows_are_added_to_what_is_there(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())
     assert [row["value"] for row in rows] == [2.0, None]
     assert [p.name for p in path.parent.iterdir()] == ["rows.json"]
+
+
+def test_runs_that_share_a_file_lose_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    with ThreadPoolExecutor(4) as runs:
+        list(runs.map(lambda number: append(path, [figure(batch=number)]), range(80)))
+    assert sorted(row["batch"] for row in json.loads(path.read_text())) == list(range(80))
 
 
 def test_a_figure_is_a_median_of_five() -> None:
