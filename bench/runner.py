@@ -252,6 +252,7 @@ class Session:
         self.rows: list[Row] = []
         self._numbered = 0
         self._at_once: int = options.gpus * options.together
+        self._started: list[Process] = []
         self._waiting: list[list[Process]] = [[] for _ in range(options.gpus)]
 
     @property
@@ -424,8 +425,8 @@ class Session:
             self._waiting[gpu].append(self._process(gpu))
 
     def close(self) -> None:
-        """End the processes that got no order."""
-        for process in (each for waiting in self._waiting for each in waiting):
+        """End every process that has not ended: those that got no order, and those at work."""
+        for process in self._started:
             process.end()
 
     def _process(self, gpu: int) -> Process:
@@ -441,7 +442,9 @@ class Session:
             names = visible.split(",") if visible else [str(i) for i in range(self.options.gpus)]
             environment["CUDA_VISIBLE_DEVICES"] = names[gpu]
         handle, log = tempfile.mkstemp(suffix=".log", dir=self.folder)
-        return Process(environment, self.cpus(gpu), handle, Path(log))
+        process = Process(environment, self.cpus(gpu), handle, Path(log))
+        self._started.append(process)
+        return process
 
     def cpus(self, gpu: int) -> set[int]:
         """The processors of one GPU's engine: an equal share of those there are, side by side."""
