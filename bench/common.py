@@ -87,8 +87,10 @@ def summary(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def problems(row: Row) -> list[str]:
+def problems(row: Any) -> list[str]:
     """What is wrong with a row, nothing for a valid one."""
+    if not isinstance(row, dict):
+        return [f"{row!r} is not keys with values"]
     found = [f"{key} is missing" for key in KEYS if key not in row]
     for key in (
         "bench",
@@ -103,15 +105,33 @@ def problems(row: Row) -> list[str]:
     ):
         if not isinstance(row.get(key), str):
             found.append(f"{key} is {row.get(key)!r}, not text")
-    value = row.get("value")
+    value, *ends = (row.get(key) for key in ("value", "min", "max"))
     if value is None:
         if not row.get("note"):
             found.append("no value, and no note that says why")
     elif not isinstance(value, int | float):
         found.append(f"value is {value!r}, not a number")
-    elif row.get("min") is not None and not row["min"] <= value <= row["max"]:
-        found.append(f"value {value} is outside of {row['min']} to {row['max']}")
+    elif ends != [None, None]:
+        low, high = ends
+        if not all(isinstance(end, int | float) for end in ends):
+            found.append(f"min is {low!r} and max {high!r}, not two numbers")
+        elif not low <= value <= high:
+            found.append(f"value {value} is outside of {low} to {high}")
     return found
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file. Raises ValueError for one that holds none, OSError for none at all."""
+    try:
+        rows = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not a file of rows: no JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is not a file of rows: no list, but {type(rows).__name__}")
+    for number, row in enumerate(rows, 1):
+        if wrong := problems(row):
+            raise ValueError(f"{path} is not a file of rows: row {number}: {'; '.join(wrong)}")
+    return rows
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:

@@ -32,6 +32,9 @@ def test_a_row_has_every_key() -> None:
         ({"value": None}, "no value, and no note"),
         ({"value": "2"}, "not a number"),
         ({"min": 3.0, "max": 4.0}, "outside of 3.0 to 4.0"),
+        ({"min": 1.0}, "min is 1.0 and max None, not two numbers"),
+        ({"max": 3.0}, "min is None and max 3.0, not two numbers"),
+        ({"min": 1.0, "max": "3"}, "min is 1.0 and max '3', not two numbers"),
         ({"contestant": None}, "contestant is None"),
     ],
 )
