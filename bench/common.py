@@ -145,7 +145,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
             raise ValueError(f"not a row: {'; '.join(wrong)}: {row}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path.parent):
-        before = json.loads(path.read_text()) if path.is_file() else []
+        before = read(path) if path.is_file() else []
         lines = ",\n".join(json.dumps(row) for row in before + new)
         half = path.with_suffix(".part")
         half.write_text(f"[\n{lines}\n]\n")

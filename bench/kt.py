@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from bench.arguments import rows_file
 from bench.common import KEYS, MIN_REPEATS, ROOT, Row, append, card, summary
 from vllm_moe_offload.engine import bench
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
@@ -233,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=rows_file, help="file the rows are appended to")
     parser.add_argument("--shapes", default="2048x768,7168x2048", help="hidden x intermediate")
     parser.add_argument("--formats", default=",".join(format.value for format in CLASSES))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="rows an expert")

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import models, rates
+from bench.arguments import known, number, rows_file
 from bench.child import ROUTING_VARIABLE
 from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append
 from bench.contestants import OURS, STOCK, make
@@ -31,7 +32,7 @@ _LEAST = 20.0  # seconds an engine is not started below
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every benchmark of engines has."""
     add = parser.add_argument
-    add("--json", type=Path, help="file the rows are appended to")
+    add("--json", type=rows_file, help="file the rows are appended to")
     add("--model", default="qwen3-30b-a3b", help=f"{', '.join(models.MODELS)}, or a folder")
     add("--layers", type=number, help="of the model, the first ones; default 24, a folder's: all")
     add("--format", choices=models.FORMATS, default="bf16", help="ignored for a folder")
@@ -70,22 +71,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--commit", help="of the code, where it is not a clone")
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
-def _known(text: str, known: Sequence[str]) -> list[str]:
-    """At least one word, each among those that are `known`."""
-    words = _words(text)
-    unknown = [word for word in words if word not in known]
-    if unknown or not words:
-        given = ", ".join(unknown) or repr(text)
-        raise argparse.ArgumentTypeError(f"{given}: not among {', '.join(known)}")
-    return words
-
-
 def _contestants(text: str) -> list[str]:
-    return _known(text, (*OURS, *STOCK))
+    return known(text, (*OURS, *STOCK))
 
 
 def _gpus(text: str) -> int:
@@ -102,30 +89,14 @@ def _gpus(text: str) -> int:
     return count
 
 
-def numbers(text: str) -> list[int]:
-    """``1,8,32`` as a list of numbers from 1 up."""
-    words = _words(text)
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 up, like 1,8,32")
-    return [int(word) for word in words]
-
-
-def number(text: str) -> int:
-    """One number from 1 up."""
-    found = numbers(text)
-    if len(found) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give one number from 1 up")
-    return found[0]
-
-
 def routings(text: str) -> list[str]:
     """``uniform,local`` as a list; ``model`` is the model's own."""
-    return _known(text, (*SIMULATED, "model"))
+    return known(text, (*SIMULATED, "model"))
 
 
 def step_routings(text: str) -> list[str]:
     """As `routings`; ``switching`` is the simulated ones in turns."""
-    return _known(text, (*SIMULATED, SWITCHING, "model"))
+    return known(text, (*SIMULATED, SWITCHING, "model"))
 
 
 @dataclass(frozen=True)
@@ -420,8 +391,8 @@ class Session:
 
     def prepare(self, count: int) -> None:
         """Start processes for so many contestants: importing vLLM takes most of a start."""
-        for number in range(count):
-            gpu = number % self.options.gpus
+        for index in range(count):
+            gpu = index % self.options.gpus
             self._waiting[gpu].append(self._process(gpu))
 
     def close(self) -> None:
