@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,17 @@ def number(text: str) -> int:
     if len(found) != 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give one number from 1 up")
     return found[0]
+
+
+def positive(text: str) -> float:
+    """A number above 0, whole or not."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a finite number above 0")
+    return found
 
 
 def rows_file(text: str) -> Path:

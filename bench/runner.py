@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import models, rates
-from bench.arguments import known, number, rows_file
+from bench.arguments import known, number, positive, rows_file
 from bench.child import ROUTING_VARIABLE
 from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append
 from bench.contestants import OURS, STOCK, make
@@ -47,10 +47,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=int, help="experts a layer on the GPU; default a fifth of them")
     add("--runner", choices=("v1", "v2"), default="v1", help="vLLM's model runner")
     add("--eager", action="store_true", help="no CUDA graphs for anybody")
-    add("--kv-gib", type=float, default=4.0, help="KV cache")
-    add("--deadline", type=float, default=570.0, help="seconds for the whole run")
-    add("--timeout", type=float, default=300.0, help="seconds for one contestant")
-    add("--seconds", type=float, default=6.0, help="about so long for one figure")
+    add("--kv-gib", type=positive, default=4.0, help="KV cache")
+    add("--deadline", type=positive, default=570.0, help="seconds for the whole run")
+    add("--timeout", type=positive, default=300.0, help="seconds for one contestant")
+    add("--seconds", type=positive, default=6.0, help="about so long for one figure")
     add(
         "--gpus", type=_gpus, default=1, help="engines that start at once, each on a GPU of its own"
     )
