@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -12,7 +13,8 @@ import re
 import statistics
 import subprocess
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -85,8 +87,10 @@ def summary(values: Sequence[float]) -> dict[str, float | int]:
     }
 
 
-def problems(row: Row) -> list[str]:
+def problems(row: Any) -> list[str]:
     """What is wrong with a row, nothing for a valid one."""
+    if not isinstance(row, dict):
+        return [f"{row!r} is not keys with values"]
     found = [f"{key} is missing" for key in KEYS if key not in row]
     for key in (
         "bench",
@@ -101,29 +105,62 @@ def problems(row: Row) -> list[str]:
     ):
         if not isinstance(row.get(key), str):
             found.append(f"{key} is {row.get(key)!r}, not text")
-    value = row.get("value")
+    value, *ends = (row.get(key) for key in ("value", "min", "max"))
     if value is None:
         if not row.get("note"):
             found.append("no value, and no note that says why")
     elif not isinstance(value, int | float):
         found.append(f"value is {value!r}, not a number")
-    elif row.get("min") is not None and not row["min"] <= value <= row["max"]:
-        found.append(f"value {value} is outside of {row['min']} to {row['max']}")
+    elif ends != [None, None]:
+        low, high = ends
+        if not all(isinstance(end, int | float) for end in ends):
+            found.append(f"min is {low!r} and max {high!r}, not two numbers")
+        elif not low <= value <= high:
+            found.append(f"value {value} is outside of {low} to {high}")
     return found
 
 
+def read(path: Path) -> list[Row]:
+    """The rows of a file. Raises ValueError for one that holds none, OSError for none at all."""
+    try:
+        rows = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not a file of rows: no JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is not a file of rows: no list, but {type(rows).__name__}")
+    for number, row in enumerate(rows, 1):
+        if wrong := problems(row):
+            raise ValueError(f"{path} is not a file of rows: row {number}: {'; '.join(wrong)}")
+    return rows
+
+
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add rows to the JSON list in `path`; a file is never left half written."""
+    """Add rows to the JSON list in `path`; a file is never left half written.
+
+    Runs may share it: one that adds waits for another in the same folder.
+    """
     new = list(rows)
     for row in new:
         if wrong := problems(row):
             raise ValueError(f"not a row: {'; '.join(wrong)}: {row}")
-    before = json.loads(path.read_text()) if path.is_file() else []
-    lines = ",\n".join(json.dumps(row) for row in before + new)
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".part")
-    half.write_text(f"[\n{lines}\n]\n")
-    half.replace(path)
+    with _alone(path.parent):
+        before = read(path) if path.is_file() else []
+        lines = ",\n".join(json.dumps(row) for row in before + new)
+        half = path.with_suffix(".part")
+        half.write_text(f"[\n{lines}\n]\n")
+        half.replace(path)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else is in here for the same folder; the lock is the folder's, which stays."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def card() -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench import latency, runner
+from bench import arguments, latency, runner
 from bench.common import SIMULATED, SWITCHING
 from bench.runner import Cell
 
@@ -22,11 +22,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     runner.arguments(parser)
-    parser.add_argument("--batches", type=runner.numbers, default=[1, 8, 32])
+    parser.add_argument("--batches", type=arguments.numbers, default=[1, 8, 32])
     parser.add_argument("--routing", type=runner.step_routings, default=["uniform", "local"])
-    parser.add_argument("--tokens", type=runner.numbers, default=[], help="prefills, if any")
+    parser.add_argument("--tokens", type=arguments.numbers, default=[], help="prefills, if any")
     parser.add_argument(
-        "--chunk", type=runner.number, default=8192, help="tokens of a step, at most"
+        "--chunk", type=arguments.number, default=8192, help="tokens of a step, at most"
     )
     options = parser.parse_args()
     cells = [Cell(r, batch=b) for r in options.routing for b in options.batches]

@@ -14,6 +14,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench.arguments import known, number, numbers, positive, rows_file
 from bench.common import KEYS, MIN_REPEATS, ROOT, Row, append, card, summary
 from vllm_moe_offload.engine import bench
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
@@ -229,46 +231,64 @@ def _child(arguments: Sequence[str]) -> None:
     os._exit(0)
 
 
+def _shapes(text: str) -> list[tuple[int, int]]:
+    shapes = [re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape) for shape in text.split(",")]
+    if None in shapes:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give hidden and intermediate sizes, like 2048x768,7168x2048"
+        )
+    return [(int(shape[1]), int(shape[2])) for shape in shapes if shape]
+
+
+def _formats(text: str) -> list[Format]:
+    return [Format(name) for name in known(text, [format.value for format in CLASSES])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--shapes", default="2048x768,7168x2048", help="hidden x intermediate")
-    parser.add_argument("--formats", default=",".join(format.value for format in CLASSES))
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="rows an expert")
-    parser.add_argument("--threads", type=int, help="of both; default: all physical cores")
+    parser.add_argument("--json", type=rows_file, help="file the rows are appended to")
+    parser.add_argument(
+        "--shapes", type=_shapes, default="2048x768,7168x2048", help="hidden x intermediate"
+    )
+    parser.add_argument(
+        "--formats", type=_formats, default=",".join(format.value for format in CLASSES)
+    )
+    parser.add_argument(
+        "--rows", type=numbers, default=",".join(map(str, ROWS)), help="rows an expert"
+    )
+    parser.add_argument("--threads", type=number, help="of both; default: all physical cores")
     parser.add_argument("--isas", help="of ours; default: the fastest")
-    parser.add_argument("--gib", type=float, default=4.0, help="experts to rotate over")
+    parser.add_argument("--gib", type=positive, default=4.0, help="experts to rotate over")
     parser.add_argument("--card", default=card())
     parser.add_argument("--commit", default="?")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         _child(options.child)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    formats = [Format(name) for name in options.formats.split(",")]
-    rows = [int(count) for count in options.rows.split(",")]
-    result = bench.bench_cpu(
-        shapes=[(hidden, intermediate) for hidden, intermediate in shapes],
-        formats=formats,
-        rows=rows,
-        isas=options.isas.split(",") if options.isas else None,
-        threads=[options.threads] if options.threads else None,
-        gib=options.gib,
-        labels={"card": options.card, "commit": options.commit},
-    )
+    try:
+        result = bench.bench_cpu(
+            shapes=options.shapes,
+            formats=options.formats,
+            rows=options.rows,
+            isas=options.isas.split(",") if options.isas else None,
+            threads=[options.threads] if options.threads else None,
+            gib=options.gib,
+            labels={"card": options.card, "commit": options.commit},
+        )
+    except ValueError as error:
+        parser.error(str(error))
     if options.json:
         append(options.json, result)
     shared = ("bench", "run", "commit", "date", "card", "host_cpu", "torch")
     common = dict.fromkeys(KEYS) | {key: result[0][key] for key in shared}
-    for hidden, intermediate in shapes:
-        for format in formats:
-            spec = _spec(hidden, intermediate, format)
-            found = _rows(common, spec, rows, result[0]["threads"], options.gib)
-            result += found
-            if options.json:
-                append(options.json, found)
+    for shape, format in itertools.product(options.shapes, options.formats):
+        spec = _spec(*shape, format)
+        found = _rows(common, spec, options.rows, result[0]["threads"], options.gib)
+        result += found
+        if options.json:
+            append(options.json, found)
     print(bench.format_table(result))
     for note in dict.fromkeys(
         f"kt-kernel, {row['model']} {row['format']}: {row['note']}"

@@ -15,7 +15,6 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import fused_experts
 
+from bench.arguments import rows_file
 from bench.common import Run, append, summary
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=rows_file, help="file the rows are appended to")
     parser.add_argument("--commit")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     options = parser.parse_args()

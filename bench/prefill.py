@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from bench import latency, runner
+from bench import arguments, latency, runner
 from bench.runner import Cell
 
 
@@ -19,10 +19,13 @@ def main() -> None:
     )
     runner.arguments(parser)
     parser.add_argument(
-        "--tokens", type=runner.numbers, default=[512, 2048, 4096, 8192, 32768], help="of a prompt"
+        "--tokens",
+        type=arguments.numbers,
+        default=[512, 2048, 4096, 8192, 32768],
+        help="of a prompt",
     )
     parser.add_argument(
-        "--chunk", type=runner.number, default=8192, help="tokens of a step, at most"
+        "--chunk", type=arguments.number, default=8192, help="tokens of a step, at most"
     )
     parser.add_argument("--routing", type=runner.routings, default=["uniform"])
     options = parser.parse_args()

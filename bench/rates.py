@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from bench.arguments import number, rows_file
 from bench.common import MIN_REPEATS, ROOT, Row, Run, append, summary
 
 METRICS = ("h2d_gb_per_s", "read_gb_per_s", "both_gb_per_s", "gpu_read_gb_per_s")
@@ -169,8 +169,8 @@ def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--piece", type=int, default=PIECE, help="bytes of a copy")
+    parser.add_argument("--json", type=rows_file, help="file the rows are appended to")
+    parser.add_argument("--piece", type=number, default=PIECE, help="bytes of a copy")
     parser.add_argument("--commit")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()

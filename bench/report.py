@@ -8,13 +8,12 @@ Ratios are of rows of one file only. A figure's share of the floor stands behind
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import report_cpu
-from bench.common import Row, problems
+from bench.common import Row, read
 
 _HEAD = """# Benchmarks
 
@@ -135,15 +134,6 @@ def picture(rows: Sequence[Row], metric: str, target: Path) -> None:
     pyplot.close(figure)
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file; raises ValueError for one that is none."""
-    rows: list[Row] = json.loads(path.read_text())
-    for row in rows:
-        if wrong := problems(row):
-            raise ValueError(f"{path}: {'; '.join(wrong)}: {row}")
-    return rows
-
-
 def _runs(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows of one run each, so that nothing is compared across runs."""
     runs: dict[str, list[Row]] = {}
@@ -171,6 +161,8 @@ def _figure(cells: dict[tuple[str, str], Row], name: str, column: str) -> str:
     text = f"{row['value']:.3g}" if row["value"] < 100 else f"{row['value']:.0f}"
     if floor is None or floor["value"] is None or name in ("floor", "vllm-gpu"):
         return text  # the floor is that of experts that are not all on the GPU
+    if row["value"] == 0:
+        return text  # nothing has a share of it
     return f"{text} ({100 * floor['value'] / row['value']:.0f} %)"
 
 
@@ -207,6 +199,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="markdown file; default: printed")
     parser.add_argument("--pictures", type=Path, help="folder for a PNG of each table")
     options = parser.parse_args()
+    for path in options.files:
+        try:
+            read(path)
+        except (OSError, ValueError) as error:
+            parser.error(f"{error}: give files that a benchmark's --json has written")
     text = _HEAD + sections(options.files)
     if options.out:
         options.out.write_text(text)

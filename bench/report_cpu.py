@@ -96,7 +96,7 @@ def _figure(value: float | None, ceiling: float | None) -> str:
     if value is None:
         return "-"
     text = f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-    return text if ceiling is None else f"{text} ({100 * value / ceiling:.0f} %)"
+    return text if not ceiling else f"{text} ({100 * value / ceiling:.0f} %)"
 
 
 def _machine(ceilings: dict[tuple[int, str], float], threads: int) -> str:

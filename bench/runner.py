@@ -13,13 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import models, rates
+from bench.arguments import known, number, positive, rows_file
 from bench.child import ROUTING_VARIABLE
 from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append
 from bench.contestants import OURS, STOCK, make
@@ -31,7 +32,7 @@ _LEAST = 20.0  # seconds an engine is not started below
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The options that every benchmark of engines has."""
     add = parser.add_argument
-    add("--json", type=Path, help="file the rows are appended to")
+    add("--json", type=rows_file, help="file the rows are appended to")
     add("--model", default="qwen3-30b-a3b", help=f"{', '.join(models.MODELS)}, or a folder")
     add("--layers", type=number, help="of the model, the first ones; default 24, a folder's: all")
     add("--format", choices=models.FORMATS, default="bf16", help="ignored for a folder")
@@ -46,10 +47,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=int, help="experts a layer on the GPU; default a fifth of them")
     add("--runner", choices=("v1", "v2"), default="v1", help="vLLM's model runner")
     add("--eager", action="store_true", help="no CUDA graphs for anybody")
-    add("--kv-gib", type=float, default=4.0, help="KV cache")
-    add("--deadline", type=float, default=570.0, help="seconds for the whole run")
-    add("--timeout", type=float, default=300.0, help="seconds for one contestant")
-    add("--seconds", type=float, default=6.0, help="about so long for one figure")
+    add("--kv-gib", type=positive, default=4.0, help="KV cache")
+    add("--deadline", type=positive, default=570.0, help="seconds for the whole run")
+    add("--timeout", type=positive, default=300.0, help="seconds for one contestant")
+    add("--seconds", type=positive, default=6.0, help="about so long for one figure")
     add(
         "--gpus", type=_gpus, default=1, help="engines that start at once, each on a GPU of its own"
     )
@@ -70,22 +71,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--commit", help="of the code, where it is not a clone")
 
 
-def _words(text: str) -> list[str]:
-    return [word for word in text.split(",") if word]
-
-
-def _known(text: str, known: Sequence[str]) -> list[str]:
-    """At least one word, each among those that are `known`."""
-    words = _words(text)
-    unknown = [word for word in words if word not in known]
-    if unknown or not words:
-        given = ", ".join(unknown) or repr(text)
-        raise argparse.ArgumentTypeError(f"{given}: not among {', '.join(known)}")
-    return words
-
-
 def _contestants(text: str) -> list[str]:
-    return _known(text, (*OURS, *STOCK))
+    return known(text, (*OURS, *STOCK))
 
 
 def _gpus(text: str) -> int:
@@ -102,30 +89,14 @@ def _gpus(text: str) -> int:
     return count
 
 
-def numbers(text: str) -> list[int]:
-    """``1,8,32`` as a list of numbers from 1 up."""
-    words = _words(text)
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 up, like 1,8,32")
-    return [int(word) for word in words]
-
-
-def number(text: str) -> int:
-    """One number from 1 up."""
-    found = numbers(text)
-    if len(found) != 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give one number from 1 up")
-    return found[0]
-
-
 def routings(text: str) -> list[str]:
     """``uniform,local`` as a list; ``model`` is the model's own."""
-    return _known(text, (*SIMULATED, "model"))
+    return known(text, (*SIMULATED, "model"))
 
 
 def step_routings(text: str) -> list[str]:
     """As `routings`; ``switching`` is the simulated ones in turns."""
-    return _known(text, (*SIMULATED, SWITCHING, "model"))
+    return known(text, (*SIMULATED, SWITCHING, "model"))
 
 
 @dataclass(frozen=True)
@@ -252,6 +223,7 @@ class Session:
         self.rows: list[Row] = []
         self._numbered = 0
         self._at_once: int = options.gpus * options.together
+        self._started: list[Process] = []
         self._waiting: list[list[Process]] = [[] for _ in range(options.gpus)]
 
     @property
@@ -419,13 +391,13 @@ class Session:
 
     def prepare(self, count: int) -> None:
         """Start processes for so many contestants: importing vLLM takes most of a start."""
-        for number in range(count):
-            gpu = number % self.options.gpus
+        for index in range(count):
+            gpu = index % self.options.gpus
             self._waiting[gpu].append(self._process(gpu))
 
     def close(self) -> None:
-        """End the processes that got no order."""
-        for process in (each for waiting in self._waiting for each in waiting):
+        """End every process that has not ended: those that got no order, and those at work."""
+        for process in self._started:
             process.end()
 
     def _process(self, gpu: int) -> Process:
@@ -441,7 +413,9 @@ class Session:
             names = visible.split(",") if visible else [str(i) for i in range(self.options.gpus)]
             environment["CUDA_VISIBLE_DEVICES"] = names[gpu]
         handle, log = tempfile.mkstemp(suffix=".log", dir=self.folder)
-        return Process(environment, self.cpus(gpu), handle, Path(log))
+        process = Process(environment, self.cpus(gpu), handle, Path(log))
+        self._started.append(process)
+        return process
 
     def cpus(self, gpu: int) -> set[int]:
         """The processors of one GPU's engine: an equal share of those there are, side by side."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import models, report, runner
+from bench import arguments, models, report, runner
 from bench.child import PROMPT, ROUTING_VARIABLE
 from bench.common import MIN_REPEATS, SIMULATED, Row, summary
 from bench.contestants import make
@@ -44,14 +44,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     runner.arguments(parser)
-    parser.add_argument("--decodes", type=runner.number, default=8, help="requests being answered")
     parser.add_argument(
-        "--tokens", type=runner.number, default=16384, help="of the prompt that arrives"
+        "--decodes", type=arguments.number, default=8, help="requests being answered"
     )
     parser.add_argument(
-        "--chunk", type=runner.number, default=2048, help="tokens of a step, at most"
+        "--tokens", type=arguments.number, default=16384, help="of the prompt that arrives"
     )
-    parser.add_argument("--room", type=runner.number, default=1024, help="tokens of an answer")
+    parser.add_argument(
+        "--chunk", type=arguments.number, default=2048, help="tokens of a step, at most"
+    )
+    parser.add_argument("--room", type=arguments.number, default=1024, help="tokens of an answer")
     parser.add_argument("--routing", type=runner.routings, default=["uniform"], help="one of them")
     options = parser.parse_args()
     for name in ("gpus", "together"):

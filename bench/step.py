@@ -15,11 +15,11 @@ import argparse
 import functools
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.arguments import rows_file
 from bench.common import Row, Run, append, summary
 from vllm_moe_offload.device.fetch import ExpertFetch
 from vllm_moe_offload.device.step import DeviceStep
@@ -176,7 +176,7 @@ def row(run: Run, who: str, metric: str, unit: str, values: list[float], **figur
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=rows_file, help="file the rows are appended to")
     parser.add_argument("--commit")
     options = parser.parse_args()
     if not torch.cuda.is_available():

@@ -63,7 +63,9 @@ def demo(
 
 @bench_app.command("cpu")
 def bench_cpu(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the rows here, over what the file holds.")
+    ] = None,
     shapes: Annotated[
         str, typer.Option(help="Experts as hidden x intermediate, comma-separated.")
     ] = "2048x768,7168x2048",

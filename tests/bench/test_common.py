@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,9 @@ def test_a_row_has_every_key() -> None:
         ({"value": None}, "no value, and no note"),
         ({"value": "2"}, "not a number"),
         ({"min": 3.0, "max": 4.0}, "outside of 3.0 to 4.0"),
+        ({"min": 1.0}, "min is 1.0 and max None, not two numbers"),
+        ({"max": 3.0}, "min is None and max 3.0, not two numbers"),
+        ({"min": 1.0, "max": "3"}, "min is 1.0 and max '3', not two numbers"),
         ({"contestant": None}, "contestant is None"),
     ],
 )
@@ -59,6 +63,13 @@ def test_rows_are_added_to_what_is_there(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())
     assert [row["value"] for row in rows] == [2.0, None]
     assert [p.name for p in path.parent.iterdir()] == ["rows.json"]
+
+
+def test_runs_that_share_a_file_lose_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    with ThreadPoolExecutor(4) as runs:
+        list(runs.map(lambda number: append(path, [figure(batch=number)]), range(80)))
+    assert sorted(row["batch"] for row in json.loads(path.read_text())) == list(range(80))
 
 
 def test_a_figure_is_a_median_of_five() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,42 @@ def test_a_table_has_every_contestant_its_share_of_the_floor_and_why_one_failed(
     assert lines[3] == "| vllm-uva | - |  |  |"
     assert lines[4] == "| floor | 10 |  |  |"
     assert lines[-1] == "- vllm-uva: out of memory"
+
+
+def test_a_figure_of_nothing_has_no_share_of_the_floor() -> None:
+    figures = [row | {"value": 0} if row["contestant"] == "cache" else row for row in rows()]
+    assert "| cache | 0 | 0 | 0.00 |" in report.table(figures, "step_ms")
+    machine = [row | {"value": 0} for row in cpu_rows() if row["value"] is not None]
+    assert "| bf16 | cpu amx | 0.00 |" in report_cpu.tables(machine)
+
+
+NO_ROWS = {
+    "a dict": ("{}", "no list, but dict"),
+    "numbers": ("[1]", "row 1: 1 is not keys with values"),
+    "half": ("[{", "no JSON: Expecting property name"),
+    "bytes": (b"\xff", "no JSON: 'utf-8' codec can't decode"),
+    "no max": (json.dumps([rows()[0] | {"min": 1.0}]), "row 1: min is 1.0 and max None"),
+}
+
+
+@pytest.mark.parametrize("what", [*NO_ROWS, "nothing", "a folder"])
+def test_what_holds_no_rows_is_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    content, why = NO_ROWS.get(what, (None, ""))
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    elif what == "a folder":
+        path.mkdir()
+    monkeypatch.setattr(sys, "argv", ["report", str(path), "--out", str(tmp_path / "out.md")])
+    with pytest.raises(SystemExit) as ended:
+        report.main()
+    assert ended.value.code == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert str(path) in message and why in message
+    assert "give files that a benchmark's --json has written" in message
+    assert not (tmp_path / "out.md").exists()
 
 
 def test_a_page_names_machine_versions_and_file(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -11,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import runner
-from bench.runner import Session
+from bench.runner import Cell, Session
 
 
 def test_runs_that_share_a_folder_measure_when_all_are_there_and_one_at_a_time(
@@ -57,3 +60,38 @@ def test_runs_without_a_folder_are_refused(tmp_path: Path) -> None:
     runner.arguments(parser)
     with pytest.raises(SystemExit, match="--runs 2: they share the folder of --turns"):
         Session("decode", parser.parse_args(["--runs", "2"]), tmp_path)
+
+
+def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids, at_work, engine = (tmp_path / name for name in ("pids", "at_work", "engine"))
+    engine.write_text(
+        f"#!/bin/sh\necho $$ >> {pids}\nread order; read go && touch {at_work}\nexec sleep 60\n"
+    )
+    engine.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    parser = ArgumentParser()
+    runner.arguments(parser)
+
+    def ask() -> None:
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            if at_work.is_file() and pids.read_text().count("\n") == 2:
+                break
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt), runner.session("decode", parser.parse_args([])) as s:
+            s.prepare(2)
+            Thread(target=ask).start()
+            s.figures("vllm-gpu", [Cell("uniform", batch=1)], {})
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    started = pids.read_text().split()
+    assert len(started) == 2
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import report, serve
-from bench.common import ROOT
+from bench import serve
+from bench.common import ROOT, read
 from bench.serve import Measured, _gaps
 from bench.server import flags
 
@@ -49,7 +49,7 @@ def test_a_server_that_ends_is_a_row_of_every_figure(
     words = f"serve --model {model} --contestants vllm-gpu --json {tmp_path / 'rows.json'}"
     monkeypatch.setattr(sys, "argv", words.split())
     serve.main()
-    rows = report.read(tmp_path / "rows.json")
+    rows = read(tmp_path / "rows.json")
     assert {row["metric"] for row in rows} == set(serve.METRICS)
     assert all(row["value"] is None and "no room" in row["note"] for row in rows)
 

@@ -31,6 +31,16 @@ def test_rows_and_table(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_of_rows_is_written_anew_as_the_help_says(tmp_path: Path) -> None:
+    target = tmp_path / "cpu.json"
+    target.write_text("what was there")
+    arguments = ["bench", "cpu", *SMALL.split(), "--no-torch", "--json", str(target)]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert len({row["run"] for row in json.loads(target.read_text())}) == 1
+    told = CliRunner().invoke(app, ["bench", "cpu", "--help"]).stdout.replace("│", " ")
+    assert "over what the file holds" in " ".join(told.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
