@@ -1,6 +1,6 @@
 """Result files as tables and pictures.
 
-    python -m bench.report bench/results/h100/*.json --out docs/benchmarks.md --pictures docs/img
+    python -m bench.report bench/results/h200/*.json --out docs/benchmarks.md --pictures docs/img
 
 Ratios are of rows of one file only. A figure's share of the floor stands behind it.
 """

@@ -31,6 +31,23 @@ def test_an_error_of_ours_is_shown_by_its_message_alone() -> None:
     assert error.endswith(": use mode='cache', 'cpu' or 'stream' there"), error
 
 
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [("{", "is not JSON"), ("[1]", "describes no model"), ("{}", "names no number of experts")],
+)
+def test_a_folder_that_is_no_models_is_refused(config: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    result = CliRunner().invoke(app, ["demo", "--model", str(tmp_path)])
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.split())
+
+
+def test_more_tokens_than_a_text_may_have_are_refused() -> None:
+    result = CliRunner().invoke(app, ["demo", "--model", str(MODEL), "--max-tokens", "1024"])
+    assert result.exit_code == 2
+    assert "up to 1024 tokens" in " ".join(result.output.split())
+
+
 def test_the_run_without_offload_has_no_settings_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

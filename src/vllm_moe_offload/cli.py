@@ -113,7 +113,7 @@ def bench_cpu(
                 shapes=[_shape(shape) for shape in shapes.split(",")],
                 formats=[_format(name) for name in formats.split(",")],
                 rows=_numbers("--rows", rows),
-                isas=isas.split(",") if isas else None,
+                isas=isas.split(",") if isas is not None else None,
                 threads=_numbers("--threads", threads) if threads else None,
                 gib=gib,
                 beside_torch=torch,

@@ -25,6 +25,8 @@ PROMPTS = [
     "In most cases, the default",
     "Before you upgrade the system,",
 ]
+# Tokens of a prompt and its text.
+MAX_MODEL_LEN = 1024
 _KIB = 2**10
 
 
@@ -71,6 +73,11 @@ def run(
         slots = max(1, num_experts // 4)
     if num_experts is not None and slots is not None and slots > num_experts:
         raise DemoError(f"--slots {slots}: {model} has {num_experts} experts a layer, give fewer")
+    if max_tokens >= MAX_MODEL_LEN:
+        raise DemoError(
+            f"--max-tokens {max_tokens}: a prompt and its text are up to {MAX_MODEL_LEN} tokens "
+            "here, give fewer"
+        )
     if not all(prompts):
         raise DemoError("--prompt is empty: give some text to continue")
     asked = {"mode": mode, "slots_per_layer": slots, "policy": policy}
@@ -102,7 +109,12 @@ def run(
 
 
 def _num_experts(settings_file: Path) -> int | None:
-    settings = json.loads(settings_file.read_text())
+    try:
+        settings = json.loads(settings_file.read_text())
+    except ValueError as error:
+        raise DemoError(f"{settings_file} is not JSON ({error}): name a model's folder") from None
+    if not isinstance(settings, dict):
+        raise DemoError(f"{settings_file} describes no model: name a model's folder with --model")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if isinstance(settings.get(name), int):
             return int(settings[name])
@@ -123,6 +135,7 @@ def _in_a_process(
             "model": str(model),
             "prompts": prompts,
             "max_tokens": max_tokens,
+            "max_model_len": MAX_MODEL_LEN,
             "settings": settings,
             "print_text": print_text,
             "result": str(result),

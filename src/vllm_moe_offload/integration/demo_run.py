@@ -25,6 +25,7 @@ class DemoRun:
     model: str
     prompts: list[str]
     max_tokens: int
+    max_model_len: int
     settings: dict[str, Any] | None
     print_text: bool
     result: str
@@ -44,7 +45,7 @@ def run(order: DemoRun) -> dict[str, Any]:
         order.model,
         dtype="float32",
         enforce_eager=True,
-        max_model_len=1024,
+        max_model_len=order.max_model_len,
         max_num_seqs=4,
         kv_cache_memory_bytes=256 << 20,
         enable_prefix_caching=False,
