@@ -94,6 +94,18 @@ def test_a_reading_is_what_was_done_since_the_last_one(serving: Serving) -> None
 
 
 @interpreted
+def test_the_first_readings_come_soon(serving: Serving) -> None:
+    serving.split(np.arange(EXPERTS + 1) // 2)
+    times = []
+    for quarter in range(32):
+        serving.now = quarter / 4
+        serving.steps(1)
+        if [use for use in (serving.meter.read(), serving.meter.read()) if use is not None]:
+            times.append(serving.now)
+    assert times == [0.25, 0.75, 1.75, 3.75, 5.75, 7.75]
+
+
+@interpreted
 def test_all_of_both_lanes_is_in_it(serving: Serving) -> None:
     serving.split(np.arange(EXPERTS + 1) // 2)
     assert serving.meter.read() is None and serving.meter.read() is None

@@ -15,6 +15,9 @@ from vllm_moe_offload.planning import LaneUse
 
 # Long enough for many steps of any length; a change of load is followed within some of these.
 _SECONDS = 2.0
+# The first reading is about this, and each later one about twice as long until it is that: what was
+# measured beside a start of others is corrected soon.
+_FIRST_SECONDS = 0.25
 _FETCHED, _ON_CPU, _PROMOTED = map(COUNTERS.index, ("fetched", "cpu_experts", "promoted"))
 
 
@@ -24,7 +27,7 @@ class LaneMeter:
     Args:
         layers: Gives the layers there are, each time they are read.
         cpu: Their lane.
-        seconds: How long a reading is about.
+        seconds: How long a reading is about, but for the first few, which are shorter.
         clock: Seconds, of any origin.
     """
 
@@ -38,6 +41,7 @@ class LaneMeter:
         self._layers = layers
         self._cpu = cpu
         self._seconds = seconds
+        self._wait = min(_FIRST_SECONDS, seconds)
         self._clock = clock
         self._due = clock()
         self._asked: tuple[Snapshot, np.ndarray] | None = None
@@ -57,7 +61,8 @@ class LaneMeter:
         if numbers is None:
             return None
         self._asked = None
-        self._due = self._clock() + self._seconds
+        self._due = self._clock() + self._wait
+        self._wait = min(2 * self._wait, self._seconds)
         counted = numbers.reshape(len(expert_bytes), -1)
         # What the device has asked for by now the CPU has answered, but for a step under way.
         busy = sum(each.busy_seconds for each in self._cpu.stats().values())
