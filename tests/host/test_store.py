@@ -203,6 +203,66 @@ def test_the_limit_of_the_cgroup_counts(tmp_path: Path, monkeypatch: pytest.Monk
     assert available_memory() > 3000
 
 
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "cache"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_page_cache_is_available_in_a_cgroup_of_either_version(
+    folder: str, limit: str, used: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text("5000\n")
+    (group / used).write_text("4000\n")
+    assert available_memory() == 1000
+    (group / "memory.stat").write_text(f"anon 500\n{cache} 1500\nactive_file 2000\n")
+    assert available_memory() == 2500
+    (group / used).write_text("1000\n")  # read at another moment
+    assert available_memory() == 5000
+    (group / used).write_text("9000\n")
+    assert available_memory() == 0
+
+
+def test_version_1_has_a_number_for_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    system = psutil.virtual_memory()._replace(available=7000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("4000\n")
+    assert available_memory() == 7000
+
+
+@pytest.mark.parametrize(("version", "line"), [(1, "4:memory:"), (2, "0::")])
+def test_the_limits_of_the_own_cgroup_and_those_above_count(
+    version: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pages, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"1:cpu:/other\n{line}/slice/unit\n")
+    limit, used = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("memory.max", "memory.current")
+    )
+    unit = tmp_path / ("memory" if version == 1 else "") / "slice" / "unit"
+    unit.mkdir(parents=True)
+    for group, most in ((unit, 2**62), (unit.parent, 5000)):
+        (group / limit).write_text(f"{most}\n")
+        (group / used).write_text("2000\n")
+    assert available_memory() == 3000
+    (unit / limit).write_text("2500\n")
+    assert available_memory() == 500
+    (tmp_path / "own").write_text(f"{line}/../../elsewhere\n")  # not seen here
+    assert available_memory() > 5000
+
+
 def test_a_kernel_without_huge_pages_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(pages.Pages):
         def madvise(self, *arguments: int) -> None:
