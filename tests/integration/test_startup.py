@@ -362,6 +362,19 @@ def test_a_budget_below_one_slot_each_stops_the_start(model: Path) -> None:
         start(model, {"gpu_memory_gib": 1e-5})
 
 
+def test_a_start_that_fails_gives_up_making_host_memory_ready(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = mock.Mock()
+    monkeypatch.setattr(store_module.HostStore, "close", closed)
+    monkeypatch.setattr(
+        layers.OffloadedRoutedExperts, "weight_loader", mock.Mock(side_effect=ValueError("torn"))
+    )
+    with pytest.raises(ValueError, match="torn"):
+        start(model, {"slots_per_layer": 4})
+    closed.assert_called()
+
+
 def test_what_the_host_lacks_stops_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"engine of 4000 threads was asked for"):
         start(model, {"slots_per_layer": 4, "cpu_threads": 4000})
