@@ -357,6 +357,18 @@ def test_experts_that_the_host_does_not_hold_are_named_first(
         start(model, settings)
 
 
+def test_a_layer_that_the_system_does_not_promise_stops_the_start(
+    model: Path, tmp_path: Path
+) -> None:
+    said = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "moe_intermediate_size": 2**40}))
+    with pytest.raises(
+        MemoryShortError,
+        match=r"^\d+\.\d\d GiB of host memory cannot be mapped .*: free memory",
+    ):
+        start(tmp_path, {"slots_per_layer": 4}, load_format="dummy")
+
+
 def test_a_budget_below_one_slot_each_stops_the_start(model: Path) -> None:
     with pytest.raises(MemoryShortError, match=r"do not hold one expert for each of 3 layers"):
         start(model, {"gpu_memory_gib": 1e-5})

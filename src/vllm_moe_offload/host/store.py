@@ -27,6 +27,14 @@ Register = Callable[[int, int], None]
 Unregister = Callable[[int], None]
 
 
+def not_mapped(nbytes: int, cause: str) -> MemoryShortError:
+    """The error where the system does not even promise so many bytes."""
+    return MemoryShortError(
+        f"{amount(nbytes)} of host memory cannot be mapped ({cause}), and "
+        f"{amount(available_memory())} are available: {_ADVICE}"
+    )
+
+
 @dataclass(eq=False)
 class _Block:
     """One tensor's memory, which the tensor alone keeps."""
@@ -248,10 +256,7 @@ class HostStore:
         try:
             pages = map_pages(nbytes)
         except OSError as error:  # far more than there is: Linux maps what is a little too much
-            raise MemoryShortError(
-                f"{amount(nbytes)} of host memory cannot be mapped ({error.strerror}), and "
-                f"{amount(available_memory())} are available: {_ADVICE}"
-            ) from None
+            raise not_mapped(nbytes, str(error.strerror)) from None
         # The tensor keeps a reference to the mapping, which is unmapped with its last view.
         tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
         block = _Block(weakref.ref(pages), tensor.data_ptr(), tensor.nbytes)
