@@ -66,12 +66,14 @@ def test_the_helper_for_llm_builds_the_same() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slots": 4}, r"unknown: slots; what exists: mode, slots_per_layer, gpu_memory_gib"),
+        ({"slots": 4}, r"unknown: 'slots'; what exists: mode, slots_per_layer, gpu_memory_gib"),
         (
             {"slots_per_layr": 4, "mode": "cached"},
-            r"unknown: slots_per_layr \(did you mean slots_per_layer\?\); .*; mode='cached': give",
+            r"unknown: 'slots_per_layr' \(did you mean slots_per_layer\?\); .*; mode='cached'",
         ),
-        ({1: 4}, r"unknown: 1; what exists"),
+        ({1: 4}, r"unknown: '1'; what exists"),
+        ({"": 1}, r"unknown: ''; what exists"),
+        ({"mode ": "cpu"}, r"unknown: 'mode ' \(did you mean mode\?\); what exists"),
         ({"mode": "gpu"}, r"mode='gpu': give one of auto, cache, hybrid, cpu, stream \("),
         (
             {"mode": "stream", "slots_per_layer": 4},

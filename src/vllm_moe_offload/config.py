@@ -391,7 +391,7 @@ def _explain(error: ValidationError) -> str:
     known_names = list(OffloadConfig.model_fields)
     lines = []
     if unknown:
-        names = ", ".join(name + _meant(name, known_names) for name in sorted(unknown))
+        names = ", ".join(repr(name) + _meant(name, known_names) for name in sorted(unknown))
         lines.append(f"unknown: {names}; what exists: {', '.join(known_names)}")
     for where, items in found.items():
         line = _cause(items)

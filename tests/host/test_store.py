@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import io
 import mmap
 import os
 import re
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TextIO
+from unittest import mock
 
 import psutil
 import pytest
 import torch
+from tqdm import tqdm
 
-from vllm_moe_offload import MemoryShortError
+from vllm_moe_offload import MemoryShortError, OffloadError
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.host import HostStore, fill_dummy, pages
+from vllm_moe_offload.host import store as store_module
 from vllm_moe_offload.host.pages import PIECE, available_memory, map_pages, node_cpus, touch
 
 
@@ -39,6 +47,32 @@ class Registry:
 
 def spec(hidden: int = 40, intermediate: int = 12, *, bias: bool = False) -> ExpertSpec:
     return ExpertSpec(hidden, intermediate, Activation.SILU, Format.BF16, bias)
+
+
+def soon(call: Callable[[], object]) -> None:
+    """Call, in another thread, and raise what it raises; fail where it does not return."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "hangs"
+    for error in raised:
+        raise error
+
+
+def end_of_thread() -> None:
+    """Wait until no store's thread is at work."""
+    for thread in threading.enumerate():
+        if thread.name == "moe-offload-host-memory":
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_blocks_have_the_layouts_shapes_and_are_zero() -> None:
@@ -122,6 +156,139 @@ def test_what_registering_raises_is_raised_to_who_waits() -> None:
         store.wait(later.values())
 
 
+class Broken(io.StringIO):
+    """Stands for a pipe that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def flush(self) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+def closed() -> TextIO:
+    with open(os.devnull, "w") as file:
+        return file
+
+
+@pytest.mark.parametrize("stderr", [None, closed(), Broken()], ids=["none", "closed", "broken"])
+def test_a_bar_that_cannot_be_shown_stops_nothing(
+    stderr: TextIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+
+    def at_once(**arguments: Any) -> tqdm:
+        return tqdm(**{**arguments, "delay": 0, "mininterval": 0})
+
+    monkeypatch.setattr(store_module, "tqdm", at_once)
+    registry = Registry()
+    store = registry.store()
+    tensors = store.allocate(spec().layout, 4)
+    store.prepare()
+    soon(lambda: store.wait(tensors.values()))
+    assert len(registry.registered) == len(tensors)
+    end_of_thread()
+    soon(lambda: tqdm(disable=True))  # no thread has ended with the lock of all bars
+
+
+def test_whatever_ends_the_thread_is_raised_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "tqdm", mock.Mock(side_effect=OSError("no bar")))
+    store = Registry().store()
+    tensors = store.allocate(spec().layout, 4)
+    store.prepare()
+    with pytest.raises(OSError, match="no bar"):
+        soon(lambda: store.wait(tensors.values()))
+
+
+def test_a_thread_that_cannot_be_started_may_be_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    store = registry.store()
+    tensors = store.allocate(spec().layout, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            store.prepare()
+    assert store.pending_bytes == store.nbytes
+    store.prepare()
+    soon(lambda: store.wait(tensors.values()))
+    assert len(registry.registered) == len(tensors)
+
+
+class Held(Registry):
+    """Holds the first block that is registered until `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came, self.go = threading.Event(), threading.Event()
+        self.seen: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        super().register(address, nbytes)
+        self.seen.append(address)
+        self.came.set()
+        assert self.go.wait(10)
+
+
+def test_blocks_whose_tensors_are_gone_are_left_out() -> None:
+    registry = Held()
+    store = registry.store()
+    layers = [store.allocate(spec().layout, 4) for _ in range(4)]
+    store.prepare()
+    assert registry.came.wait(10)
+    kept = layers[3]
+    layers.clear()
+    gc.collect()
+    registry.go.set()
+    soon(lambda: store.wait(kept.values()))
+    end_of_thread()
+    assert len(registry.seen) == 1 + len(kept)
+    assert set(registry.registered) == {tensor.data_ptr() for tensor in kept.values()}
+
+
+def test_what_is_given_up_is_not_made_ready() -> None:
+    registry = Held()
+    store = registry.store()
+    layers = [store.allocate(spec().layout, 4) for _ in range(4)]
+    store.prepare()
+    assert registry.came.wait(10)
+    store.close()
+    for layer in layers:
+        with pytest.raises(OffloadError, match="given up"):
+            soon(functools.partial(store.wait, layer.values()))
+    registry.go.set()
+    end_of_thread()
+    assert len(registry.seen) == 1
+    del layers, layer, store
+    gc.collect()
+    assert not registry.registered
+
+
+def test_closing_changes_nothing_where_all_is_ready() -> None:
+    store = Registry().store()
+    tensors = store.allocate(spec().layout, 4)
+    store.prepare()
+    store.wait(tensors.values())
+    end_of_thread()
+    store.close()
+    store.wait(tensors.values())
+
+
+def test_memory_that_comes_where_a_block_was_is_not_owned() -> None:
+    store = Registry().store()
+    tensors = store.allocate(spec().layout, 4)
+    store.prepare()
+    store.wait(tensors.values())
+    assert store.owns(tensors["w2_weight"])
+    assert store.owns(tensors["w2_weight"][3])
+    other = mock.Mock(device=torch.device("cpu"))
+    other.data_ptr.return_value = tensors["w2_weight"].data_ptr()
+    assert store.owns(other)
+    end_of_thread()
+    del tensors
+    gc.collect()
+    assert not store.owns(other)
+
+
 def test_touching_keeps_what_is_there_and_counts_every_byte() -> None:
     values = torch.arange(3 << 20, dtype=torch.int64)
     address, nbytes = values.data_ptr(), values.nbytes
@@ -154,14 +321,16 @@ def test_pieces_cover_a_block() -> None:
 def test_too_little_memory_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry()
     store = registry.store()
-    for _ in range(3):  # each layer would fit, all of them do not
-        store.allocate(spec(1024, 1024).layout, 64)
+    # Each layer would fit, all of them do not.
+    layers = [store.allocate(spec(1024, 1024).layout, 64) for _ in range(3)]
     available = psutil.virtual_memory()._replace(available=2**30)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
     monkeypatch.setattr(pages, "_CGROUP", Path("nowhere"))
     with pytest.raises(MemoryShortError, match=r"need 1\.12 GiB .*1\.00 GiB are available.*locked"):
         store.prepare()
     assert not registry.registered
+    del layers[1:]
+    store.prepare()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -201,6 +370,66 @@ def test_the_limit_of_the_cgroup_counts(tmp_path: Path, monkeypatch: pytest.Monk
     assert available_memory() == 3000
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory() > 3000
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "cache"),
+    [
+        ("", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_page_cache_is_available_in_a_cgroup_of_either_version(
+    folder: str, limit: str, used: str, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text("5000\n")
+    (group / used).write_text("4000\n")
+    assert available_memory() == 1000
+    (group / "memory.stat").write_text(f"anon 500\n{cache} 1500\nactive_file 2000\n")
+    assert available_memory() == 2500
+    (group / used).write_text("1000\n")  # read at another moment
+    assert available_memory() == 5000
+    (group / used).write_text("9000\n")
+    assert available_memory() == 0
+
+
+def test_version_1_has_a_number_for_no_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    system = psutil.virtual_memory()._replace(available=7000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("4000\n")
+    assert available_memory() == 7000
+
+
+@pytest.mark.parametrize(("version", "line"), [(1, "4:memory:"), (2, "0::")])
+def test_the_limits_of_the_own_cgroup_and_those_above_count(
+    version: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_CGROUP", tmp_path)
+    monkeypatch.setattr(pages, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"1:cpu:/other\n{line}/slice/unit\n")
+    limit, used = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if version == 1
+        else ("memory.max", "memory.current")
+    )
+    unit = tmp_path / ("memory" if version == 1 else "") / "slice" / "unit"
+    unit.mkdir(parents=True)
+    for group, most in ((unit, 2**62), (unit.parent, 5000)):
+        (group / limit).write_text(f"{most}\n")
+        (group / used).write_text("2000\n")
+    assert available_memory() == 3000
+    (unit / limit).write_text("2500\n")
+    assert available_memory() == 500
+    (tmp_path / "own").write_text(f"{line}/../../elsewhere\n")  # not seen here
+    assert available_memory() > 5000
 
 
 def test_a_kernel_without_huge_pages_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:

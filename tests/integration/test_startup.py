@@ -335,7 +335,7 @@ def start(model: Path, settings: dict, **arguments: object) -> None:
 
 
 def test_a_wrong_setting_stops_the_start(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown: slots; what exists: mode, slots_per_layer"):
+    with pytest.raises(ConfigError, match=r"unknown: 'slots'; what exists: mode, slots_per_layer"):
         start(model, {"slots": 4})
 
 
@@ -357,9 +357,34 @@ def test_experts_that_the_host_does_not_hold_are_named_first(
         start(model, settings)
 
 
+def test_a_layer_that_the_system_does_not_promise_stops_the_start(
+    model: Path, tmp_path: Path
+) -> None:
+    said = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**said, "moe_intermediate_size": 2**40}))
+    with pytest.raises(
+        MemoryShortError,
+        match=r"^\d+\.\d\d GiB of host memory cannot be mapped .*: free memory",
+    ):
+        start(tmp_path, {"slots_per_layer": 4}, load_format="dummy")
+
+
 def test_a_budget_below_one_slot_each_stops_the_start(model: Path) -> None:
     with pytest.raises(MemoryShortError, match=r"do not hold one expert for each of 3 layers"):
         start(model, {"gpu_memory_gib": 1e-5})
+
+
+def test_a_start_that_fails_gives_up_making_host_memory_ready(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = mock.Mock()
+    monkeypatch.setattr(store_module.HostStore, "close", closed)
+    monkeypatch.setattr(
+        layers.OffloadedRoutedExperts, "weight_loader", mock.Mock(side_effect=ValueError("torn"))
+    )
+    with pytest.raises(ValueError, match="torn"):
+        start(model, {"slots_per_layer": 4})
+    closed.assert_called()
 
 
 def test_what_the_host_lacks_stops_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,6 @@
 
 from vllm_moe_offload.host.dummy import fill_dummy
 from vllm_moe_offload.host.pages import available_memory
-from vllm_moe_offload.host.store import HostStore
+from vllm_moe_offload.host.store import HostStore, not_mapped
 
-__all__ = ["HostStore", "available_memory", "fill_dummy"]
+__all__ = ["HostStore", "available_memory", "fill_dummy", "not_mapped"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,13 @@ import psutil
 
 _NODES = Path("/sys/devices/system/node")
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# By the controller's name, which version 2 has none for: files of the limit and of what is used,
+# and what memory.stat calls the page cache that goes first.
+_MEMORY_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 # Linux 5.14: fault pages in, writable, without changing what they hold.
 _MADV_POPULATE_WRITE = 23
 # What one thread touches at a time: large enough that the calls cost nothing, small enough that
@@ -46,13 +54,45 @@ def map_pages(nbytes: int) -> Pages:
 
 
 def available_memory() -> int:
-    """Bytes this process could still take: what the system has, within its cgroup's limit."""
-    available = int(psutil.virtual_memory().available)
+    """Bytes this process could still take: what the system has, within the limits of its cgroups.
+
+    Page cache that goes where memory is wanted, such as a checkpoint that has been read, is
+    available.
+    """
+    left = [
+        _left(group, *files)
+        for controller, files in _MEMORY_FILES.items()
+        for group in _own_groups(controller)
+    ]
+    return int(min(psutil.virtual_memory().available, *left))
+
+
+def _own_groups(controller: str) -> list[Path]:
+    """This process's cgroup of a controller and those above it, as far as they are seen here."""
+    own = ""
     with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())  # "max" where there is none
-        used = int((_CGROUP / "memory.current").read_text())
-        available = min(available, max(limit - used, 0))
-    return available
+        for line in _OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == controller:
+                own = path.lstrip("/")
+    groups = [_CGROUP / controller / own]
+    while groups[-1] != _CGROUP / controller:
+        groups.append(groups[-1].parent)
+    return groups
+
+
+def _left(group: Path, limit: str, used: str, reclaimable: str) -> float:
+    """Bytes that a cgroup may still take, by the files of its version; inf where nothing limits."""
+    try:
+        most = int((group / limit).read_text())  # "max" where there is none
+        taken = int((group / used).read_text())
+    except (OSError, ValueError):
+        return math.inf
+    cache = 0
+    with contextlib.suppress(OSError, ValueError):
+        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = int(counts.get(reclaimable, 0))
+    return max(most - max(taken - cache, 0), 0)
 
 
 def pieces(address: int, nbytes: int) -> list[tuple[int, int]]:

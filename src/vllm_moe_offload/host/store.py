@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import resource
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from vllm_moe_offload.amounts import amount
-from vllm_moe_offload.errors import MemoryShortError
+from vllm_moe_offload.errors import MemoryShortError, OffloadError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host.pages import Pages, available_memory, map_pages, touch
 
@@ -23,14 +27,51 @@ Register = Callable[[int, int], None]
 Unregister = Callable[[int], None]
 
 
+def not_mapped(nbytes: int, cause: str) -> MemoryShortError:
+    """The error where the system does not even promise so many bytes."""
+    return MemoryShortError(
+        f"{amount(nbytes)} of host memory cannot be mapped ({cause}), and "
+        f"{amount(available_memory())} are available: {_ADVICE}"
+    )
+
+
 @dataclass(eq=False)
 class _Block:
-    """One tensor's memory. `pages` until it is ready: afterwards the tensor alone keeps it."""
+    """One tensor's memory, which the tensor alone keeps."""
 
-    pages: Pages | None
+    pages: weakref.ref[Pages]
     address: int
     nbytes: int
     ready: threading.Event = field(default_factory=threading.Event)
+    is_registered: bool = False
+
+
+def _forget(block: _Block, blocks: dict[int, _Block], unregister: Unregister) -> None:
+    """What comes before its memory goes, in whichever thread drops it.
+
+    Not of the store, whose error may hold frames with tensors: those would hold themselves.
+    """
+    del blocks[block.address]
+    if block.is_registered:
+        unregister(block.address)
+
+
+class _Stderr:
+    """sys.stderr for a bar that must not fail what it shows: what cannot be written is left out.
+
+    There may be none, a closed one, or a pipe that nobody reads any more.
+    """
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(Exception):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stderr, name)
 
 
 class HostStore:
@@ -77,10 +118,10 @@ class HostStore:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is one of this store's blocks."""
-        return any(
-            start <= tensor.data_ptr() < start + block.nbytes
-            for start, block in self._blocks.items()
-            if tensor.device.type == "cpu"
+        # A copy, because another thread may drop a block meanwhile.
+        return tensor.device.type == "cpu" and any(
+            block.address <= tensor.data_ptr() < block.address + block.nbytes
+            for block in list(self._blocks.values())
         )
 
     def needs(self) -> str:
@@ -114,14 +155,21 @@ class HostStore:
         with self._lock:
             self._queue += waiting
             is_idle, self._is_working = not self._is_working, True
-        if is_idle:
-            name = "moe-offload-host-memory"
+        if not is_idle:
+            return
+        name = "moe-offload-host-memory"
+        try:
             threading.Thread(target=self._make_ready, name=name, daemon=True).start()
+        except RuntimeError:  # the system has no thread to give: what was allocated waits on
+            with self._lock:
+                self._is_working = False
+                self._waiting, self._queue = self._queue, []
+            raise
 
     def wait(self, tensors: Iterable[torch.Tensor]) -> None:
         """Return when the blocks of these tensors of `allocate` are ready; they come first then.
 
-        Raises what registering them raised.
+        Raises what making any block ready raised.
         """
         for tensor in tensors:
             block = self._blocks[tensor.data_ptr()]
@@ -134,39 +182,73 @@ class HostStore:
         if self._error is not None:
             raise self._error
 
+    def close(self) -> None:
+        """Give up what is not ready: the thread ends soon, and to wait for a block is an error."""
+        if self._is_working:
+            self._fail(OffloadError("host memory is not made ready any more: loading was given up"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Let `wait` raise this, now and from now on; the first such error stays."""
+        with self._lock:
+            self._error = self._error or error
+            self._is_working = False
+            left, self._queue = self._queue, []
+        for block in left:
+            block.ready.set()
+
     def _make_ready(self) -> None:
-        """The thread: ends when the queue is empty."""
-        # Beside vLLM's own bar, which is drawn by the same library meanwhile.
-        with tqdm(
-            desc="host memory", unit="B", unit_scale=True, position=1, leave=False, delay=1
-        ) as progress:
-            while True:
-                with self._lock:
-                    if not self._queue:
-                        self._is_working = False
-                        return
-                    progress.total = progress.n + sum(each.nbytes for each in self._queue)
-                    block = self._queue.pop(0)
-                try:
-                    if self._error is None:
-                        self._touch_and_register(block, progress.update)
-                except BaseException as error:
-                    self._error = error
-                block.pages = None
-                block.ready.set()
+        """The thread: ends when the queue is empty, or at the first error."""
+        try:
+            # Beside vLLM's own bar, which is drawn by the same library meanwhile.
+            with tqdm(
+                desc="host memory",
+                unit="B",
+                unit_scale=True,
+                position=1,
+                leave=False,
+                delay=1,
+                file=_Stderr(),
+                dynamic_ncols=True,
+            ) as progress:
+                self._work(progress)
+        except BaseException as error:
+            self._fail(error)
+
+    def _work(self, progress: tqdm) -> None:
+        while True:
+            if self._error is not None:
+                raise self._error
+            with self._lock:
+                if not self._queue:
+                    self._is_working = False
+                    return
+                progress.total = progress.n + sum(each.nbytes for each in self._queue)
+                block = self._queue[0]
+            self._touch_and_register(block, progress.update)
+            with self._lock:
+                if block in self._queue:
+                    self._queue.remove(block)
+            block.ready.set()
 
     def _touch_and_register(self, block: _Block, progress: Callable[[int], object]) -> None:
-        for done in touch([(block.address, block.nbytes)]):
-            progress(done)
-        # Whole: a copy must not cross from one registered range into another.
-        self._register(block.address, block.nbytes)
-        assert block.pages is not None
-        block.pages.before_unmap = functools.partial(self._unregister, block.address)
+        pages = block.pages()
+        if pages is None:
+            return  # its tensor is gone
+        try:
+            for done in touch([(block.address, block.nbytes)]):
+                progress(done)
+                if self._error is not None:
+                    return
+            # Whole: a copy must not cross from one registered range into another.
+            self._register(block.address, block.nbytes)
+            block.is_registered = True
+        finally:
+            del pages  # which the traceback of an error would keep
 
     @property
     def pending_bytes(self) -> int:
         """Bytes allocated since the last `prepare`, of which no page has been touched."""
-        return sum(block.nbytes for block in self._waiting)
+        return sum(block.nbytes for block in self._waiting if block.pages() is not None)
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
@@ -174,13 +256,11 @@ class HostStore:
         try:
             pages = map_pages(nbytes)
         except OSError as error:  # far more than there is: Linux maps what is a little too much
-            raise MemoryShortError(
-                f"{amount(nbytes)} of host memory cannot be mapped ({error.strerror}), and "
-                f"{amount(available_memory())} are available: {_ADVICE}"
-            ) from None
+            raise not_mapped(nbytes, str(error.strerror)) from None
         # The tensor keeps a reference to the mapping, which is unmapped with its last view.
         tensor = torch.frombuffer(pages, dtype=dtype, count=count).view(shape)
-        block = _Block(pages, tensor.data_ptr(), tensor.nbytes)
+        block = _Block(weakref.ref(pages), tensor.data_ptr(), tensor.nbytes)
+        pages.before_unmap = functools.partial(_forget, block, self._blocks, self._unregister)
         self._blocks[block.address] = block
         self._waiting.append(block)
         return tensor

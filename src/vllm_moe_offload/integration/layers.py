@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm_moe_offload.device.step import MAX_EXPERTS
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
+from vllm_moe_offload.host import not_mapped
 from vllm_moe_offload.integration import op
 from vllm_moe_offload.integration.runtime import OffloadRuntime
 from vllm_moe_offload.lanes import OffloadedLayer
@@ -30,6 +32,10 @@ UNQUANTISED = ("UnquantizedFusedMoEMethod",)
 FP8 = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
 # Large tensors that a checkpoint fills: what create_weights left in them is not worth a copy.
 _FILLED_BY_CHECKPOINT = ("w13_weight", "w2_weight")
+# What torch says of memory on the CPU that the system does not even promise: bytes and cause.
+_REFUSED_BY_SYSTEM = re.compile(
+    r"DefaultCPUAllocator: .* allocate (\d+) bytes\. Error code \d+ \((.*)\)"
+)
 
 # Fills one tensor with dummy numbers; imported by name into the modules that call it.
 _DUMMY_WEIGHT = "initialize_single_dummy_weight"
@@ -48,8 +54,14 @@ class OffloadedRoutedExperts(RoutedExperts):
             raise RuntimeError("OffloadedRoutedExperts is made by vLLM while a model is loaded")
         self._runtime = runtime
         # vLLM makes weights on the device by default; these never go there whole.
-        with torch.device("cpu"):
-            super().__init__(*args, **kwargs)
+        try:
+            with torch.device("cpu"):
+                super().__init__(*args, **kwargs)
+        except RuntimeError as error:
+            refused = _REFUSED_BY_SYSTEM.search(str(error))
+            if refused is None:
+                raise
+            raise not_mapped(int(refused[1]), refused[2]) from error
         self.offload: OffloadedLayer | None = None
         self._is_bound = False
         self._check_supported()

@@ -432,7 +432,8 @@ class OffloadRuntime:
             self._share.check()
 
     def close(self) -> None:
-        """No step comes any more: the CPU lane ends. May be called twice."""
+        """No weight and no step comes any more: the CPU lane ends. May be called twice."""
+        self.store.close()
         if self.prefetch is not None:
             self.prefetch.close()
         if self._reporter is not None:
