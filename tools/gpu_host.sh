@@ -12,7 +12,7 @@
 #
 # Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the three), alone (tests
 # that count the whole GPU's memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
-# the path); decode, pingpong, prefill, fp8, resident, serve, load.
+# the path); decode, modes, pingpong, prefill, fp8, resident, serve, load.
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
@@ -36,7 +36,7 @@ COMMIT=${COMMIT:-$(git rev-parse --short HEAD)}
 CARD=${CARD:-$(nvidia-smi --query-gpu=name --format=csv,noheader | awk 'NR == 1 { print tolower($NF) }')}
 GPUS=$(nvidia-smi --list-gpus | wc -l)
 AT_ONCE=${AT_ONCE:-$((4 * GPUS))}
-SETS=" tests soaks both alone engine_tests kernels scaling kt decode pingpong prefill fp8 resident serve load "
+SETS=" tests soaks both alone engine_tests kernels scaling kt decode modes pingpong prefill fp8 resident serve load "
 for set in "$@"; do
   if [[ $SETS != *" $set "* ]]; then
     echo "$set: no such set; there are:$SETS" >&2
@@ -178,9 +178,13 @@ engines() {
     --json "$OUT/$file.json" --logs "$OUT/logs-$file" --deadline "$(left 12)" --commit "$COMMIT"
 }
 
-decode() { # four engines that keep their experts in host memory need 120 GiB of it
-  engines decode decode-peers --contestants auto,vllm-uva,vllm-gpu,cache,cpu --together 4 \
-    --batches 1,8,32 --routing uniform,local,switching --tokens 512,4096,8192
+decode() {
+  engines decode decode-peers --contestants auto,vllm-uva,vllm-gpu --together 3 \
+    --batches 1,8,32 --routing uniform,local --tokens 512,4096,8192
+}
+modes() { # three engines that keep their experts in host memory: 90 GiB of it
+  engines decode decode-modes --contestants auto,cache,cpu --together 3 \
+    --batches 1,8,32 --routing uniform,local,switching
 }
 pingpong() { # every expert copied in every step, by both through two buffers of a layer
   engines decode pingpong --contestants vllm-prefetch,stream --together 2 --slots 1 \
