@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +14,7 @@ import torch
 from tests.engine.shards import random_shard
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.engine import CpuExpertEngine
-from vllm_moe_offload.errors import CpuLaneError
+from vllm_moe_offload.errors import CpuLaneError, UnsupportedError
 from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Format
 from vllm_moe_offload.integration import streaming
 from vllm_moe_offload.integration.selfcheck import random_step
@@ -97,6 +99,22 @@ def test_without_a_tail_every_expert_is_copied(engine: CpuExpertEngine) -> None:
     settled.streaming.reset_stats()
     assert settled.checked == ["layers.0", "layers.1"]
     assert settled.streaming.threshold == 8
+
+
+@pytest.mark.parametrize(
+    ("threshold", "is_asked", "is_refused"),
+    [(8, False, True), (None, True, True), (None, False, False)],
+)
+def test_a_layer_that_cannot_be_streamed_is_refused_where_it_was_asked_for(
+    threshold: int | None, is_asked: bool, is_refused: bool
+) -> None:
+    def bind(memory):
+        raise UnsupportedError("this format keeps what it has captured")
+
+    streaming = Streaming(threshold, 512, CPU, is_asked=is_asked)
+    layer = SimpleNamespace(num_slots=SLOTS, num_experts=EXPERTS)
+    with pytest.raises(UnsupportedError) if is_refused else nullcontext():
+        streaming.add("layers.0", layer, bind)
 
 
 def test_buffers_that_no_step_is_large_enough_for_are_a_warning(

@@ -140,6 +140,7 @@ class OffloadRuntime:
             nbytes,
             device,
             corrects=self.config.correct_rates == "auto",
+            is_asked=self.config.stream_experts != "auto",
         )
 
     def bind(self, module: OffloadedRoutedExperts) -> OffloadedLayer | None:

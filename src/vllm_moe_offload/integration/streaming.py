@@ -38,7 +38,8 @@ class Streaming:
 
     `threshold`: as set, or None for the one that is measured. `most_captured`: rows of the largest
     streamed step that a graph may replay, which makes its own first copies. `corrects`: whether the
-    CPU's rate follows what it takes while serving.
+    CPU's rate follows what it takes while serving. `is_asked`: whether a setting says how to
+    stream, so that a layer which cannot be streamed is an error; a threshold does too.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Streaming:
         device: torch.device,
         most_captured: int = 0,
         corrects: bool = False,
+        is_asked: bool = False,
     ) -> None:
         self._threshold = threshold
         self._corrects = corrects
+        self._is_asked = is_asked or threshold is not None
         self._device = device
         self._most_captured = most_captured
         self._memory = tuple(BufferMemory(nbytes // 2, device) for _ in range(2))
@@ -85,15 +88,14 @@ class Streaming:
     def add(self, name: str, layer: OffloadedLayer, bind: Bind) -> None:
         """Let a layer take its turns; layers come in the order in which a step runs them.
 
-        Raises UnsupportedError where its format does not go with it and a threshold was set, or
-        the mode.
+        Raises UnsupportedError where its format does not go with it and streaming was asked for.
         """
         if layer.num_slots == layer.num_experts:
             return
         try:
             buffers = [bind(memory) for memory in self._memory]
         except UnsupportedError as error:
-            if self._threshold is not None:
+            if self._is_asked:
                 raise
             logger.warning("moe_offload: the layer is not streamed: %s", error)
             return
