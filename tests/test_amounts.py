@@ -10,7 +10,8 @@ from vllm_moe_offload.amounts import amount
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
-        (0, "0.0 MiB"),
+        (0, "0.0 KiB"),
+        (10737, "10.5 KiB"),
         (3 * 16 * 24576, "1.1 MiB"),
         (102 << 20, "102.0 MiB"),
         (103 << 20, "0.10 GiB"),
@@ -18,5 +19,5 @@ from vllm_moe_offload.amounts import amount
         (57 * 2**30 + 2**28, "57.25 GiB"),
     ],
 )
-def test_small_amounts_are_in_mib(nbytes: int, text: str) -> None:
+def test_small_amounts_are_in_smaller_units(nbytes: int, text: str) -> None:
     assert amount(nbytes) == text

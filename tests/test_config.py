@@ -66,13 +66,14 @@ def test_the_helper_for_llm_builds_the_same() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"slots": 4}, r"unknown: 'slots'; what exists: mode, slots_per_layer, gpu_memory_gib"),
+        ({"cards": 4}, r"unknown: 'cards'; what exists: mode, slots_per_layer, gpu_memory_gib"),
         (
             {"slots_per_layr": 4, "mode": "cached"},
             r"unknown: 'slots_per_layr' \(did you mean slots_per_layer\?\); .*; mode='cached'",
         ),
         ({1: 4}, r"unknown: '1'; what exists"),
         ({"": 1}, r"unknown: ''; what exists"),
+        ({"slots": 4}, r"unknown: 'slots' \(did you mean slots_per_layer\?\); what exists"),
         ({"mode ": "cpu"}, r"unknown: 'mode ' \(did you mean mode\?\); what exists"),
         ({"mode": "gpu"}, r"mode='gpu': give one of auto, cache, hybrid, cpu, stream \("),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +18,24 @@ from vllm_moe_offload import demo as demonstration
 if TYPE_CHECKING:
     from vllm_moe_offload.experts import Format
 
-app = typer.Typer(
-    help="Serve mixture-of-experts models bigger than GPU memory with stock vLLM.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
 bench_app = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(metadata.version("vllm-moe-offload"))
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Serve mixture-of-experts models bigger than GPU memory with stock vLLM."""
 
 
 @app.command()

@@ -410,7 +410,9 @@ def _meant(name: str, known: Sequence[str], prefix: int = 0) -> str:
     prefix: how many characters all have in common, which say nothing.
     """
     ends = {each[prefix:]: each for each in known}
-    meant = difflib.get_close_matches(name[prefix:], ends, n=1, cutoff=0.75)
+    given = name[prefix:]
+    meant = difflib.get_close_matches(given, ends, n=1, cutoff=0.75)
+    meant = meant or [end for end in ends if given and end.startswith(f"{given}_")]
     return f" (did you mean {ends[meant[0]]}?)" if meant else ""
 
 
