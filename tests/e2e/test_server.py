@@ -109,4 +109,4 @@ def test_a_wrong_setting_ends_the_server_with_what_exists(tmp_path: Path) -> Non
         server(log, "--additional-config", wrong),
     ):
         pass
-    assert "unknown: 'slots'; what exists: mode, slots_per_layer" in log.read_text()
+    assert "unknown: 'slots' (did you mean slots_per_layer?)" in log.read_text()
