@@ -335,7 +335,7 @@ def start(model: Path, settings: dict, **arguments: object) -> None:
 
 
 def test_a_wrong_setting_stops_the_start(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown: 'slots' .*; what exists: mode, slots_per_layer"):
+    with pytest.raises(ConfigError, match=r"unknown: 'slots' .*; what exists: mode, slots_per"):
         start(model, {"slots": 4})
 
 
