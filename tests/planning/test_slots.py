@@ -23,7 +23,7 @@ def test_more_slots_than_experts_is_refused() -> None:
 
 
 def test_a_budget_below_one_slot_each_is_refused_with_both_numbers() -> None:
-    with pytest.raises(MemoryShortError, match=r"MiB for slots do not hold one expert.*mode='cpu'"):
+    with pytest.raises(MemoryShortError, match=r"KiB for slots do not hold one expert.*mode='cpu'"):
         plan_slots(LAYERS, slots_per_layer=None, budget_bytes=149)
 
 
