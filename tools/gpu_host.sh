@@ -99,6 +99,12 @@ soaks() {
 
 tests() {
   local name runner
+  for name in $KINDS; do
+    for runner in 0 1; do
+      echo "sameness-$name-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner" \
+        "$PYTEST tests/gpu/test_sameness.py -k $name"
+    done
+  done
   for name in captured pingpong prefetch; do
     echo "$name $PYTEST tests/gpu/test_$name.py"
   done
@@ -106,10 +112,6 @@ tests() {
     echo "architectures-$name $PYTEST tests/gpu/test_architectures.py -k $name"
   done
   for name in $KINDS; do
-    for runner in 0 1; do
-      echo "sameness-$name-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner" \
-        "$PYTEST tests/gpu/test_sameness.py -k $name"
-    done
     echo "stream-$name $PYTEST tests/gpu/test_stream.py -k 'further and $name'"
   done
   echo "stream $PYTEST tests/gpu/test_stream.py -k 'not further'"

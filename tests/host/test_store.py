@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import mmap
 import os
 import re
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 from vllm_moe_offload import MemoryShortError, OffloadError
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
-from vllm_moe_offload.host import HostStore, fill_dummy, pages
+from vllm_moe_offload.host import HostStore, dummy, fill_dummy, pages
 from vllm_moe_offload.host import store as store_module
 from vllm_moe_offload.host.pages import PIECE, available_memory, map_pages, node_cpus, touch
 
@@ -334,14 +335,20 @@ def test_too_little_memory_is_refused_with_both_numbers(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
-def test_dummy_numbers_fill_every_expert_and_repeat(dtype: torch.dtype) -> None:
+# The CPU with an index is none but by name: several experts at once, as on a GPU.
+@pytest.mark.parametrize(("device", "at_once"), [("cpu", 1), ("cpu:0", 2), ("cpu:0", 1 << 20)])
+def test_dummy_numbers_fill_every_expert_and_repeat(
+    dtype: torch.dtype, device: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dummy, "_DEVICE_NUMBERS", at_once * 8 * 16)
+
     def filled() -> dict[str, torch.Tensor]:
         tensors = {
             "w2_weight": torch.full((5, 8, 16), 7.0).to(dtype),
             "w2_weight_scale": torch.full((5, 8), 7.0),
             "w2_zeros": torch.full((5, 4), 7, dtype=torch.uint8),
         }
-        fill_dummy(tensors, "cpu", seed=3)
+        fill_dummy(tensors, device, seed=3)
         return tensors
 
     one, two = filled(), filled()
@@ -349,6 +356,7 @@ def test_dummy_numbers_fill_every_expert_and_repeat(dtype: torch.dtype) -> None:
     limit = 1.0 if dtype == torch.float8_e4m3fn else 1e-3
     assert limit / 2 < weights.abs().max() <= limit
     assert all(expert.unique().numel() > 32 for expert in weights)
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(weights))
     assert (one["w2_weight_scale"] >= 0).all()
     assert 0 < one["w2_weight_scale"].max() <= 1e-3
     assert (one["w2_zeros"] == 7).all()

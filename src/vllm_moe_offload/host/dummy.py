@@ -12,18 +12,21 @@ import torch
 _LIMIT = 1e-3
 # That of numbers of eight bits, which have scales for the range: within +-1e-3 hardly any but zero.
 _SCALED_LIMIT = 1.0
+# Drawn at a time on a device: 32 MiB there, and few enough copies that one which several processes
+# share, each in its turn, is not waited for thousands of times.
+_DEVICE_NUMBERS = 1 << 24
 
 
 def fill_dummy(tensors: Mapping[str, torch.Tensor], device: str, seed: int) -> None:
     """Fill each floating-point tensor (name -> ``[E, ...]``, on the CPU) with random numbers.
 
     Uniform in +-1e-3, numbers of eight bits in +-1, scales positive. Drawn on `device` and copied,
-    an expert at a time; on the CPU by one thread a processor.
+    a few experts at a time; on the CPU one, by a thread a processor.
     """
 
-    def fill(job: tuple[int, str, int]) -> None:
-        number, name, expert = job
-        target = tensors[name][expert]
+    def fill(job: tuple[int, str, int, int]) -> None:
+        number, name, begin, end = job
+        target = tensors[name][begin:end]
         generator = torch.Generator(device).manual_seed(seed + number)
         # Half precision, because eight-bit types have no random numbers of their own.
         drawn = torch.empty(target.shape, dtype=torch.float16, device=device)
@@ -32,11 +35,14 @@ def fill_dummy(tensors: Mapping[str, torch.Tensor], device: str, seed: int) -> N
         drawn.uniform_(-limit, limit, generator=generator)
         target.copy_(drawn.abs() if is_scale else drawn)
 
+    def experts_at_once(tensor: torch.Tensor) -> int:
+        return 1 if device == "cpu" else max(1, _DEVICE_NUMBERS // tensor[0].numel())
+
     jobs = [
-        (number * tensor.shape[0] + expert, name, expert)
+        (number * tensor.shape[0] + begin, name, begin, begin + experts_at_once(tensor))
         for number, (name, tensor) in enumerate(tensors.items())
         if tensor.is_floating_point()
-        for expert in range(tensor.shape[0])
+        for begin in range(0, tensor.shape[0], experts_at_once(tensor))
     ]
     if device == "cpu":
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
