@@ -104,6 +104,7 @@ struct Rows {
 
   void unpack_tile(int64_t first, int64_t rows, int64_t panel, int64_t count, Ahead& ahead,
                    TokensAhead& tokens, std::byte* to) const {
+    typename W::State state;
     for (int64_t r = 0; r < kTile; ++r, to += 64) {
       for (int64_t c = 0; c < count; c += kTurnColumns) {
         ahead.fetch();
@@ -111,7 +112,7 @@ struct Rows {
         const int64_t part = min_of(kTurnColumns, count - c);
         std::byte* at = to + c / kTileColumns * kTileBytes;
         if (r < rows) {
-          W::unpack(W::row(matrix, expert, first + r * step, k_begin + panel + c), part, at);
+          W::unpack(W::row(matrix, expert, first + r * step, k_begin + panel + c), part, at, state);
         } else {
           for (int64_t s = 0; s < tile_steps(part); ++s) {
             _mm512_store_si512(at + s * kTileBytes, _mm512_setzero_si512());

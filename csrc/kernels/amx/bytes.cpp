@@ -11,11 +11,11 @@ namespace moe::amx {
 const Kernels* bytes(Format format) {
   switch (format) {
     case Format::kFp8:
-      return &kTileKernels<Fp8Halves, ByteTiles<Format::kFp8>>;
+      return &kTileKernels<Fp8Halves, Fp8Tiles>;
     // By bf16 tiles too: int8 tiles would need the activations rounded to 8 bits, which costs more
     // accuracy than the format itself.
     case Format::kInt8:
-      return &kTileKernels<Bytes<Format::kInt8>, ByteTiles<Format::kInt8>>;
+      return &kTileKernels<Bytes<Format::kInt8>, Int8Tiles>;
     default:
       return nullptr;
   }

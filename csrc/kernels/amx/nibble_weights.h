@@ -33,7 +33,8 @@ struct NibbleTiles : F, NibbleColumns {
   // Below, nibble_words.h in passes of four tokens, 37 instructions each for 128 columns of a row.
   static constexpr int64_t kPackedTokens = 8;
 
-  static void unpack(const NibbleRow& row, int64_t columns, std::byte* to) {
+  using State = NoState;
+  static void unpack(const NibbleRow& row, int64_t columns, std::byte* to, State&) {
     const __m512i shifts =
         _mm512_set_epi64(0x000c000c000c000c, 0x000c000c000c000c, 0x0008000800080008,
                          0x0008000800080008, 0x0004000400040004, 0x0004000400040004, 0, 0);

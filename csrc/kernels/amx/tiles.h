@@ -85,6 +85,9 @@ struct Result {
   alignas(64) float value[2][kTile][kTile];
 };
 
+// Of weights whose rows are unpacked each by itself.
+struct NoState {};
+
 // The weights that are needed next, as they lie in memory: 2 x 16 rows of some cache lines. They
 // are fetched a few at each of `turns`, a row unpacked or a step of products: all at once they
 // would come no faster than memory gives them, and memory would rest afterwards.
