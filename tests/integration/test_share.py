@@ -18,7 +18,7 @@ from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.integration import share as module
 from vllm_moe_offload.integration.runtime import OffloadRuntime
 from vllm_moe_offload.integration.share import CpuShare
-from vllm_moe_offload.planning import LaneRates, LaneUse
+from vllm_moe_offload.planning import LaneRates, LaneUse, fetch_limits
 
 RATES = LaneRates(fetch=50e9, cpu=100e9, fetch_beside_cpu=50e9, cpu_beside_fetch=100e9)
 CPU = torch.device("cpu")
@@ -100,11 +100,11 @@ def test_the_split_is_corrected_by_what_the_lanes_did(
         before = layers["a"].limits
         share.correct()
         assert layers["a"].limits is before and share.rates_now == RATES
-        # As expected, and then the CPU at a quarter of its rate.
+        # As expected, and then the CPU at half of its rate.
         meter.use = LaneUse(50e9, 1.0, 100e9, 1.0)
         share.correct()
         assert layers["a"].limits is before and share.corrections == 0
-        meter.use = LaneUse(50e9, 1.0, 100e9, 4.0)
+        meter.use = LaneUse(50e9, 1.0, 100e9, 2.0)
         share.correct()
         share.restart()
         share.close()
@@ -114,8 +114,9 @@ def test_the_split_is_corrected_by_what_the_lanes_did(
     if setting == "off":
         assert layers["a"].limits is before
     else:
-        assert share.rates_now.cpu == 50e9
-        assert layers["a"].limits.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert share.rates_now.cpu == pytest.approx(100e9 / 2**0.5)
+        assert layers["a"].limits.tolist() == fetch_limits(share.rates_now, 8).tolist()
+        assert layers["a"].limits.tolist() != before.tolist()
         assert layers["b"].limits is layers["a"].limits, "one table for all layers of a size"
 
 

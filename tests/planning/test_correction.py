@@ -45,7 +45,7 @@ def drawn(rng: np.random.Generator, mean: float) -> np.ndarray:
 @settings(max_examples=150, deadline=None)
 @given(
     bus=st.floats(0.3, 3.0),
-    cpu=st.floats(0.3, 3.0),
+    cpu=st.floats(0.1, 10.0),
     mean=st.sampled_from([2.0, 6.0, 20.0]),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -98,8 +98,24 @@ def test_a_lane_that_was_hardly_used_keeps_its_rates() -> None:
     assert correct_rates(H200, H200, LaneUse()) == H200
 
 
-def test_no_lane_leaves_what_was_measured_by_more_than_four() -> None:
+def test_what_is_far_off_is_corrected_in_few_readings() -> None:
+    """FP8 on an H200 host: measured while four other engines started, and what there was later."""
+    measured = LaneRates(fetch=51.1, cpu=20.1, fetch_beside_cpu=50.9, cpu_beside_fetch=10.7)
+    true = LaneRates(fetch=52.0, cpu=75.0, fetch_beside_cpu=50.0, cpu_beside_fetch=60.0)
+    rng, rates = np.random.default_rng(0), measured
+    for _ in range(4):
+        _, use = serve(true, fetch_limits(rates, EXPERTS), drawn(rng, 6.0))
+        rates = correct_rates(rates, measured, use)
+    misses = drawn(rng, 6.0)
+    best, _ = serve(true, fetch_limits(true, EXPERTS), misses)
+    got, _ = serve(true, fetch_limits(rates, EXPERTS), misses)
+    wrong, _ = serve(true, fetch_limits(measured, EXPERTS), misses)
+    assert got <= 1.1 * best
+    assert wrong >= 1.5 * best
+
+
+def test_no_lane_leaves_what_was_measured_by_more_than_16() -> None:
     rates = H200
     for _ in range(20):
         rates = correct_rates(rates, H200, LaneUse(1.0, 5.0, 5000.0, 0.1))
-    assert (rates.fetch, rates.cpu) == (H200.fetch / 4, H200.cpu * 4)
+    assert (rates.fetch, rates.cpu) == (H200.fetch / 16, H200.cpu * 16)

@@ -11,10 +11,12 @@ from vllm_moe_offload.planning.split import LaneRates
 # What is seen of a lane is an average over all kinds of steps, and which of its time the other one
 # ran beside it is not seen: up to so much off is as good as right.
 _TOLERANCE = 1.15
-# How much of what it is off is corrected at once, as an exponent.
+# How much of what it is off is corrected at once, as an exponent; beyond twice, all of it.
 _DAMPING = 0.5
-# A lane is believed to be at most so many times as fast, or as slow, as it was measured.
-_MOST = 4.0
+_TWICE = 2.0
+# A lane is believed to be at most so many times as fast, or as slow, as it was measured: beside the
+# starts of other engines a CPU was measured at a sixth of what it has.
+_MOST = 16.0
 # A lane that was busy for less than this is not judged by it.
 LEAST_SECONDS = 0.02
 
@@ -38,7 +40,7 @@ def correct_rates(rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRa
     What a lane took is compared with what it would have taken by `rates`, the lanes beside each
     other as far as they could be. Both rates of a lane are scaled by one factor, so that how much
     the lanes slow each other down stays as `measured`. A lane that is about as expected, or was
-    hardly used, keeps its rates, and none leaves `measured` by more than a factor of four.
+    hardly used, keeps its rates, and none leaves `measured` by more than a factor of 16.
     """
     beside = min(use.fetched / rates.fetch_beside_cpu, use.computed / rates.cpu_beside_fetch)
     fetch = beside + (use.fetched - beside * rates.fetch_beside_cpu) / rates.fetch
@@ -63,4 +65,5 @@ def corrected_level(level: float, expected: float, seconds: float) -> float:
     off = expected / seconds
     if 1 / _TOLERANCE <= off <= _TOLERANCE:
         return level
-    return float(np.clip(level * off**_DAMPING, 1 / _MOST, _MOST))
+    damped = np.clip(off, 1 / _TWICE, _TWICE) ** (1 - _DAMPING)
+    return float(np.clip(level * off / damped, 1 / _MOST, _MOST))
