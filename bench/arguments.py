@@ -12,8 +12,11 @@ from bench.common import read
 
 
 def words(text: str) -> list[str]:
-    """``a,b`` as a list."""
-    return [word for word in text.split(",") if word]
+    """``a,b`` as a list, in which nothing is twice."""
+    given = [word for word in text.split(",") if word]
+    if twice := [word for word in dict.fromkeys(given) if given.count(word) > 1]:
+        raise argparse.ArgumentTypeError(f"{', '.join(twice)}: given more than once")
+    return given
 
 
 def known(text: str, names: Sequence[str]) -> list[str]:
@@ -29,7 +32,7 @@ def known(text: str, names: Sequence[str]) -> list[str]:
 def numbers(text: str) -> list[int]:
     """``1,8,32`` as a list of numbers from 1 up."""
     given = words(text)
-    if not all(word.isdecimal() and int(word) > 0 for word in given):
+    if not given or not all(word.isdecimal() and int(word) > 0 for word in given):
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 up, like 1,8,32")
     return [int(word) for word in given]
 

@@ -147,7 +147,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
     with _alone(path.parent):
         before = read(path) if path.is_file() else []
         lines = ",\n".join(json.dumps(row) for row in before + new)
-        half = path.with_suffix(".part")
+        half = path.with_name(f"{path.name}.part")
         half.write_text(f"[\n{lines}\n]\n")
         half.replace(path)
 

@@ -3,7 +3,8 @@
 The bytes are those of `slots` slots a layer and of the two buffers of streamed layers. vLLM's own
 ways to offload are coarser (a parameter of a layer, a layer): they get the next size up, so never
 less than ours. `cpu` has no experts on the GPU and `stream` two buffers of a layer's size, whatever
-`slots` says. What each really took is measured and stands beside its figures (`expert_gpu_gib`).
+`slots` says; with slots for every expert `auto` is given no size and finds that everything fits.
+What each really took is measured and stands beside its figures (`expert_gpu_gib`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def make(name: str, shape: Shape, slots: int) -> Contestant:
         from vllm_moe_offload import moe_offload_args
 
         sized = {} if name in ("cpu", "stream") else {"slots_per_layer": slots}
+        # As `auto` is by itself where everything fits: vLLM's own layers.
+        given = {} if name == "auto" and slots == shape.experts else sized
         return Contestant(
-            name, sized.get("slots_per_layer", 0), moe_offload_args(mode=name, **sized)
+            name, sized.get("slots_per_layer", 0), moe_offload_args(mode=name, **given)
         )
     if name == "vllm-gpu":
         return Contestant(name, None)

@@ -85,6 +85,8 @@ class Shape:
     def of(cls, folder: Path, dtype: str = "auto") -> Shape:
         """Read from the config.json in `folder`. `dtype`: as vLLM's, for unquantised experts."""
         config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"{folder}/config.json is no JSON object")
 
         def first(*names: str) -> Any:
             for name in names:
@@ -98,7 +100,7 @@ class Shape:
         quantised = config.get("quantization_config")
         if quantised is None:
             dtype = first("dtype", "torch_dtype") if dtype == "auto" else dtype
-            expert_bytes = numbers * (4 if dtype == "float32" else 2)
+            expert_bytes = numbers * (4 if dtype in ("float", "float32") else 2)
         elif block := quantised.get("weight_block_size"):
             expert_bytes = numbers + numbers // (block[0] * block[1]) * 4
         else:

@@ -214,7 +214,10 @@ class Session:
         self.folder = folder
         self.run = Run.here(bench, options.commit, len(self.cpus(0)))
         self.model = self._model()
-        self.shape = models.Shape.of(self.model, options.dtype)
+        try:
+            self.shape = models.Shape.of(self.model, options.dtype)
+        except (OSError, ValueError, TypeError) as error:
+            raise SystemExit(f"--model {options.model}: {error}") from None
         if options.slots is not None and not 1 <= options.slots <= self.shape.experts:
             raise SystemExit(f"--slots {options.slots}: give 1 to {self.shape.experts}")
         if options.runs > 1 and options.turns is None:

@@ -122,11 +122,11 @@ def bench_cpu(
             if json_file is not None:
                 _check_writable("--json", json_file)
             bench.bench_cpu(
-                shapes=[_shape(shape) for shape in shapes.split(",")],
-                formats=[_format(name) for name in formats.split(",")],
+                shapes=[_shape(shape) for shape in _words("--shapes", shapes)],
+                formats=[_format(name) for name in _words("--formats", formats)],
                 rows=_numbers("--rows", rows),
-                isas=isas.split(",") if isas is not None else None,
-                threads=_numbers("--threads", threads) if threads else None,
+                isas=_words("--isas", isas) if isas is not None else None,
+                threads=_numbers("--threads", threads) if threads is not None else None,
                 gib=gib,
                 beside_torch=torch,
                 labels={"card": card or _card(), "commit": commit or _commit()},
@@ -138,9 +138,19 @@ def bench_cpu(
     typer.echo(bench.format_table(measured))
 
 
+def _words(option: str, text: str) -> list[str]:
+    words = text.split(",")
+    if not all(words) or len(set(words)) < len(words):
+        raise ValueError(
+            f"{option} {text!r} has an empty place or the same twice: write a list like a,b"
+        )
+    return words
+
+
 def _numbers(option: str, text: str) -> list[int]:
+    words = _words(option, text)
     try:
-        return [int(number) for number in text.split(",")]
+        return [int(number) for number in words]
     except ValueError:
         raise ValueError(
             f"{option} {text!r} is not a list of numbers: write one like 1,4,16"

@@ -81,6 +81,15 @@ def test_ours_has_the_slots_and_the_mode() -> None:
     assert make("vllm-gpu", QWEN, 26).engine == {}
 
 
+def test_auto_finds_for_itself_that_everything_fits() -> None:
+    def settings(name: str) -> object:
+        return make(name, QWEN, 128).engine["additional_config"]["moe_offload"]
+
+    assert settings("auto") == {"mode": "auto"}
+    assert settings("hybrid") == {"mode": "hybrid", "slots_per_layer": 128}
+    assert make("auto", QWEN, 128).slots == 128
+
+
 def test_what_does_not_exist_says_what_does() -> None:
     with pytest.raises(ValueError, match=r"unknown contestant 'tgi'; what exists: auto, .*uva"):
         make("tgi", QWEN, 26)

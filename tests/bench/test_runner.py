@@ -95,3 +95,15 @@ def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
     for pid in started:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [("{", "Expecting"), ("[1]", "no JSON object"), ('{"a": 1}', "none of hidden_size")],
+)
+def test_a_folder_that_says_no_shape_is_refused(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    parser = ArgumentParser()
+    runner.arguments(parser)
+    with pytest.raises(SystemExit, match=f"--model {tmp_path}: .*{message}"):
+        Session("decode", parser.parse_args(["--model", str(tmp_path)]), tmp_path)

@@ -364,6 +364,16 @@ def test_dummy_numbers_fill_every_expert_and_repeat(
         assert torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8))
 
 
+def test_what_cannot_be_mapped_is_not_counted() -> None:
+    store = Registry().store()
+    store.allocate_bytes(4096)
+    with pytest.raises(MemoryShortError, match="cannot be mapped"):
+        store.allocate_bytes(1 << 60)
+    with pytest.raises(MemoryShortError, match="cannot be mapped"):
+        store.allocate(spec(1024, 1024).layout, 1 << 40)
+    assert store.nbytes == 4096
+
+
 def test_writes_through_one_view_show_in_another() -> None:
     tensors = Registry().store().allocate(spec().layout, 2)
     view = tensors["w2_weight"].view(-1)

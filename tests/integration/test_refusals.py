@@ -209,20 +209,25 @@ def test_a_factory_beside_settings_without_a_mode_is_refused(
         worker.ask_for_offload("OffloadFusedMoE")
 
 
-def test_reloading_is_refused_before_anything_is_changed() -> None:
+def test_loading_again_and_saving_are_refused_before_anything_is_changed() -> None:
     called: list[str] = []
     model = SimpleNamespace(load_weights=lambda weights: called.append("load"))
     made = SimpleNamespace(
         reload_weights=lambda: called.append("reload"),
         start_draft_weight_update=lambda: called.append("start"),
         reset_weights=lambda: called.append("reset"),
+        save_sharded_state=lambda path: called.append("save"),
+        compute_weight_checksums=lambda: called.append("sums"),
         get_model=lambda: model,
         other=lambda: "other",
     )
-    refusals.refuse_reloading(made, "in this test")
+    refusals.refuse_whole_weights(made, "in this test")
     for name in ("reload_weights", "start_draft_weight_update", "reset_weights"):
         with pytest.raises(UnsupportedError, match=rf"{name}: .* again in this test: restart"):
             getattr(made, name)()
+    for name in ("save_sharded_state", "compute_weight_checksums"):
+        with pytest.raises(UnsupportedError, match=rf"{name}: .* in this test: do so without"):
+            getattr(made, name)("path")
     with pytest.raises(UnsupportedError, match=r"load_weights: .* again in this test: restart"):
         model.load_weights([("norm.weight", None)])
     assert not called

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -25,15 +26,32 @@ def engine() -> Iterator[CpuExpertEngine]:
         yield engine
 
 
-def check(engine: CpuExpertEngine, num_slots: int, top_k: int, format_: Format) -> OffloadedLayer:
+def check(
+    engine: CpuExpertEngine,
+    num_slots: int,
+    top_k: int,
+    format_: Format,
+    change: Callable[[dict[str, torch.Tensor]], object] = lambda host: None,
+    of_slots: Callable[[EngineLane], EngineLane] = lambda lane: lane,
+) -> OffloadedLayer:
     spec = ExpertSpec(64, 32, Activation.SILU, format_)
     host = random_shard(spec, 8, torch.Generator().manual_seed(0))
+    change(host)
 
     def lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
         return EngineLane(engine, spec, tensors, top_k, 8)
 
+    def slot_lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
+        return of_slots(lane(tensors))
+
     layer = OffloadedLayer(
-        host, HostDevice(), spec.layout.empty, lane, lane(host), num_slots=num_slots, policy="lru"
+        host,
+        HostDevice(),
+        spec.layout.empty,
+        slot_lane,
+        lane(host),
+        num_slots=num_slots,
+        policy="lru",
     )
     check_layer("layer", layer, spec, lane(host), top_k)
     return layer
@@ -64,3 +82,58 @@ def test_every_planted_fault_is_noticed(
     plant(monkeypatch, HostSlotCache)
     with pytest.raises(SelfCheckError, match=r"layer: bf16 experts computed from 3 slots differ"):
         check(engine, 3, 2, Format.BF16)
+
+
+def nothing_finite(host: dict[str, torch.Tensor]) -> None:
+    host["w2_weight"].fill_(torch.nan)
+
+
+def one_expert_of_nan(host: dict[str, torch.Tensor]) -> None:
+    host["w2_weight"][5, 3, 7] = torch.nan
+
+
+class Overflowing:
+    """A lane that computes in fp16: what is too large for it is infinite."""
+
+    def __init__(self, lane: EngineLane, most: float) -> None:
+        self._lane, self._most = lane, most
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._lane, name)
+
+    def compute(self, *args: object) -> None:
+        self._lane.compute(*args)
+        out = args[4]
+        out[out.abs() > self._most] = torch.inf
+
+
+def test_a_checkpoint_that_holds_nan_is_not_the_slots_fault(
+    engine: CpuExpertEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    check(engine, 3, 2, Format.BF16, one_expert_of_nan)
+    assert not caplog.records
+    check(engine, 3, 2, Format.BF16, nothing_finite)
+    assert "is the checkpoint whole?" in caplog.text
+
+
+def test_a_fault_beside_nan_is_noticed(
+    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    next(iter(FAULTS.values()))(monkeypatch, HostSlotCache)
+    with pytest.raises(SelfCheckError):
+        check(engine, 3, 2, Format.BF16, one_expert_of_nan)
+
+
+@pytest.mark.parametrize("most", [0.05, 0.0])
+def test_rows_that_overflow_the_slots_dtype_are_made_smaller(
+    most: float, engine: CpuExpertEngine
+) -> None:
+    def overflows(lane: EngineLane) -> EngineLane:
+        return Overflowing(lane, most)  # type: ignore[return-value]
+
+    if most:
+        check(engine, 3, 2, Format.BF16, of_slots=overflows)
+    else:
+        with pytest.raises(SelfCheckError, match="by inf of the norm"):
+            check(engine, 3, 2, Format.BF16, of_slots=overflows)

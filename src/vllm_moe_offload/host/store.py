@@ -105,16 +105,18 @@ class HostStore:
 
         Raises MemoryShortError where the system does not even promise as much.
         """
-        self.nbytes += layout.nbytes * num_experts
-        return {
+        blocks = {
             spec.name: self._block((num_experts, *spec.shape), spec.dtype)
             for spec in layout.tensors
         }
+        self.nbytes += layout.nbytes * num_experts
+        return blocks
 
     def allocate_bytes(self, nbytes: int) -> torch.Tensor:
         """uint8 of so many bytes, contents zero: one block."""
+        block = self._block((nbytes,), torch.uint8)
         self.nbytes += nbytes
-        return self._block((nbytes,), torch.uint8)
+        return block
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is one of this store's blocks."""

@@ -15,7 +15,7 @@ from vllm_moe_offload.config import SPLIT_SETTINGS, OffloadConfig
 from vllm_moe_offload.errors import ConfigError, UnsupportedError
 from vllm_moe_offload.integration.compat import loses_errors_of_outputs
 
-# Of vLLM's worker.
+# Of vLLM's worker: what writes all parameters, and what reads them all.
 _RELOADING = (
     "reload_weights",
     "reset_weights",
@@ -23,6 +23,7 @@ _RELOADING = (
     "start_weight_update",
     "update_weights",
 )
+_SAVING = ("compute_weight_checksums", "save_sharded_state", "save_tensorized_model")
 
 
 @dataclass(frozen=True)
@@ -124,22 +125,26 @@ def refuse_features(vllm_config: VllmConfig) -> None:
         )
 
 
-def refuse_reloading(worker: Any, reason: str) -> None:
-    """From now on raise UnsupportedError, and change nothing, where the weights are to be reloaded.
+def refuse_whole_weights(worker: Any, reason: str) -> None:
+    """From now on raise UnsupportedError, and change nothing, where weights are loaded or saved.
 
-    By the worker, or by the model's own loader, which a trainer calls. reason: why it cannot be, in
-    the words of the error.
+    By the worker, or by the model's own loader, which a trainer calls: parameters stand for slots
+    or buffers then, of which several share one. reason: why they do, in the words of the error.
     """
-    for name in _RELOADING:
-        if hasattr(worker, name):
-            setattr(worker, name, functools.partial(_refuse_reloading, name, reason))
-    worker.get_model().load_weights = functools.partial(_refuse_reloading, "load_weights", reason)
-
-
-def _refuse_reloading(name: str, reason: str, *args: Any, **kwargs: Any) -> None:
-    raise UnsupportedError(
-        f"moe_offload: {name}: weights cannot be loaded again {reason}: restart the engine"
+    for names, what, instead in (
+        (_RELOADING, "loaded again", "restart the engine"),
+        (_SAVING, "saved or summed up", "do so without moe_offload"),
+    ):
+        for name in names:
+            if hasattr(worker, name):
+                setattr(worker, name, functools.partial(_refuse, name, what, reason, instead))
+    worker.get_model().load_weights = functools.partial(
+        _refuse, "load_weights", "loaded again", reason, "restart the engine"
     )
+
+
+def _refuse(name: str, what: str, reason: str, instead: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(f"moe_offload: {name}: weights cannot be {what} {reason}: {instead}")
 
 
 def refuse_settings(config: OffloadConfig) -> None:

@@ -35,7 +35,7 @@ from vllm_moe_offload.integration.graphs import (
 )
 from vllm_moe_offload.integration.metrics import DecodeClock, Reporter, Totals, clock, reporter
 from vllm_moe_offload.integration.prefetch import GroupOffloader
-from vllm_moe_offload.integration.refusals import refuse_reloading
+from vllm_moe_offload.integration.refusals import refuse_whole_weights
 from vllm_moe_offload.integration.reserve import draft_model
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
 from vllm_moe_offload.integration.share import CpuShare, check_limits
@@ -288,9 +288,9 @@ class OffloadRuntime:
         """
         if self.prefetch is not None:
             self.prefetch.post_init()
-            refuse_reloading(worker, "while some of them are prefetched (group_size)")
+            refuse_whole_weights(worker, "while some of them are prefetched (group_size)")
         elif self._layers() and not current_platform.is_cpu():
-            refuse_reloading(worker, "on a GPU where the experts are offloaded")
+            refuse_whole_weights(worker, "on a GPU where the experts are offloaded")
         self._check_active()
 
     def _check_active(self) -> None:

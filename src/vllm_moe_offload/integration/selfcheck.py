@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_moe_offload.errors import OffloadError
@@ -17,6 +18,10 @@ ROWS = 8
 # sum), the engine does not. A wrong expert, scale or slot gives about 1.
 _FLOOR = {Format.FP32: 1e-4, Format.FP16: 5e-3, Format.BF16: 2e-2}
 _QUANTISED_FLOOR = 8e-2
+# Of the random rows: a model whose rows are small may overflow its dtype with larger ones.
+_SCALES = (1.0, 2.0**-6, 2.0**-12)
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 class SelfCheckError(OffloadError):
@@ -36,26 +41,26 @@ def check_layer(
 
     `top_k`: experts a row is routed to. Every expert takes part, so all of them pass through the
     slots in waves. Where the device decides steps, there is one of each power of two of rows, which
-    compiles its kernels, up to one that the host plans. rows: of one step instead of those.
+    compiles its kernels, up to one that the host plans. rows: of one step instead of those. Rows
+    that the engine finds infinite or NaN, by what the checkpoint holds, are not compared.
     """
-    x, weights, ids = random_step(layer.num_experts, spec, top_k)
-    expected = torch.empty(x.shape, dtype=torch.float32)
-    cpu.compute(x, weights, ids, None, expected, False)
-
-    device = current_platform.device_type
-    given = [tensor.to(device) for tensor in (x, weights, ids)]
-    sizes = [len(x)]
-    if rows is not None:
-        sizes = [rows]
-    elif layer.decides_on_device:
+    sizes = [rows]
+    if rows is None and layer.decides_on_device:
         sizes = [1 << n for n in range(MAX_CAPTURED.bit_length() + 1)]
-    worst = 0.0
-    for size in sizes:
-        these = torch.arange(size) % len(x)
-        got = layer.forward(*(tensor[these.to(device)] for tensor in given))
-        worst = max(worst, _error(got, expected[these]))
+    worst = math.inf
+    for scale in _SCALES:
+        worst = _worst(layer, spec, cpu, top_k, sizes, scale)
+        if math.isfinite(worst):
+            break
     layer.reset_counters()
     layer.invalidate()
+    if worst < 0:
+        logger.warning(
+            "moe_offload: every random row that experts of %s compute is infinite or NaN, on the "
+            "CPU already, so slots and CPU were not compared: is the checkpoint whole?",
+            name,
+        )
+        return
     floor = _FLOOR.get(spec.format, _QUANTISED_FLOOR)
     if not worst <= floor:
         raise SelfCheckError(
@@ -64,6 +69,34 @@ def check_layer(
             "this is a fault of vllm-moe-offload or of the kernel: serve without moe_offload and "
             "report the model, the vLLM version and this line"
         )
+
+
+def _worst(
+    layer: OffloadedLayer,
+    spec: ExpertSpec,
+    cpu: Lane,
+    top_k: int,
+    sizes: list[int | None],
+    scale: float,
+) -> float:
+    """The largest error of steps of so many rows (None: of as many as use every expert).
+
+    Of the rows, scaled by `scale`, whose results are finite by the engine; -1 where none is.
+    """
+    x, weights, ids = random_step(layer.num_experts, spec, top_k)
+    x *= scale
+    expected = torch.empty(x.shape, dtype=torch.float32)
+    cpu.compute(x, weights, ids, None, expected, False)
+    finite = expected.isfinite().all(1)
+    device = current_platform.device_type
+    given = [tensor.to(device) for tensor in (x, weights, ids)]
+    worst = -1.0
+    for size in sizes:
+        these = torch.arange(size or len(x)) % len(x)
+        got = layer.forward(*(tensor[these.to(device)] for tensor in given)).cpu().float()
+        if (kept := finite[these]).any():
+            worst = max(worst, _error(got[kept], expected[these[kept]]))
+    return worst
 
 
 def random_step(
@@ -84,5 +117,5 @@ def random_step(
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     """Of the norm; infinite for what is no number, which no comparison would notice."""
-    error = float((got.cpu().float() - expected).norm() / expected.norm().clamp_min(1e-30))
+    error = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
     return error if math.isfinite(error) else math.inf

@@ -15,8 +15,8 @@ from vllm_moe_offload.planning import LaneRates
 
 # Of each measurement: long enough for clocks to rise and for noise to average out.
 _SECONDS = 0.12
-# How often each is taken. What else runs meanwhile makes a lane slower and never faster, so the best
-# one counts.
+# How often each is taken. What else runs meanwhile makes a lane slower and never faster, so the
+# best one counts.
 _ROUNDS = 3
 
 
