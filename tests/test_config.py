@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from vllm_moe_offload import ConfigError, OffloadConfig, moe_offload_args
+from vllm_moe_offload import ConfigError, OffloadConfig, OffloadError, moe_offload_args
 
 
 def test_off_unless_configured() -> None:
@@ -111,7 +113,7 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"mode": "cpu", "stream_threshold": 64}, r"mode='cpu' has no slots, so stream_threshold"),
         ({"stream_experts": 0}, r"stream_experts=0: give at least 1, or 'auto'"),
         ({"stream_experts": "all"}, r"stream_experts='all'"),
-        ({"stream_experts": True}, r"stream_experts=True: true and false"),
+        ({"stream_experts": True}, r"stream_experts=True: give a whole number or 'auto' \("),
         (
             {"stream_threshold": "off", "stream_experts": 4},
             r"with stream_threshold='off' nothing is streamed, so stream_experts would",
@@ -133,10 +135,18 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"group_size": 2, "params": 3}, r"params=3: give a list of names \("),
         ({"group_size": 2, "params": [3, 4]}, r"params\[1\]=4: give a list of names \("),
         ({"group_size": "two"}, r"group_size='two': give a whole number \("),
-        ({"group_size": True}, r"group_size=True: true and false"),
+        ({"group_size": True}, r"group_size=True: give a whole number \("),
         (["mode"], r"must be a mapping"),
-        ({"slots_per_layer": True}, r"slots_per_layer=True: true and false are no values"),
-        ({"cpu_threads": False}, r"cpu_threads=False: true and false"),
+        ({"slots_per_layer": True}, r"slots_per_layer=True: give a whole number or 'auto' \("),
+        ({"cpu_threads": False}, r"cpu_threads=False: give a whole number or 'auto' \("),
+        ({"gpu_memory_gib": True}, r"gpu_memory_gib=True: give a number or 'auto' \("),
+        ({"correct_rates": False}, r"correct_rates=False: give one of auto, off \("),
+        ({"mode": True}, r"mode=True: give one of auto, cache, hybrid, cpu, stream \("),
+        ({"stream_threshold": False}, r"=False: give a whole number or 'auto' or 'off' \("),
+        ({"group_size": 2, "params": True}, r"params=True: give a list of names \("),
+        ({"mode": "Cache"}, r"mode='Cache' \(did you mean cache\?\): give one of auto, cache"),
+        ({"policy": "LRU"}, r"policy='LRU' \(did you mean lru\?\): give one of lfru, lru"),
+        ({"stream_threshold": "Off"}, r"='Off' \(did you mean off\?\): give a whole number or"),
     ],
 )
 def test_a_wrong_setting_is_an_error_that_says_what_to_do(settings: dict, message: str) -> None:
@@ -234,8 +244,8 @@ def test_settings_beside_their_section_are_an_error(given: dict, named: str, sho
     with pytest.raises(ConfigError) as raised:
         OffloadConfig.resolve(given, {})
     assert str(raised.value) == (
-        f"additional_config has {named}: settings of moe_offload stand in its section: "
-        f'{{"moe_offload": {shown}}}'
+        f"moe_offload: additional_config has {named}: settings of moe_offload stand in its "
+        f'section: {{"moe_offload": {shown}}}'
     )
 
 
@@ -252,3 +262,16 @@ def test_vllm_plugins_without_this_plugin_is_an_error(monkeypatch: pytest.Monkey
         moe_offload_args(slots_per_layer=4)
     monkeypatch.setenv("VLLM_PLUGINS", "another,cpu_offload_moe")
     moe_offload_args(slots_per_layer=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("policy is wrong", "moe_offload: policy is wrong"),
+        ("moe_offload settings: policy is wrong", "moe_offload settings: policy is wrong"),
+    ],
+)
+def test_every_error_is_found_by_one_word(text: str, said: str) -> None:
+    error: OffloadError = ConfigError(text)
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert str(each) == said

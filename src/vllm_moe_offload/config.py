@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -21,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticKnownError
 
 from vllm_moe_offload.errors import ConfigError
 
@@ -57,6 +60,21 @@ PolicyName = Literal["lfru", "lru", "lfu", "static"]
 Auto = Literal["auto"]
 
 
+def _no_boolean(error: Literal["int_type", "float_type"]) -> BeforeValidator:
+    """For a setting that is a number: pydantic would take true for 1."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool):
+            raise PydanticKnownError(error)
+        return value
+
+    return BeforeValidator(check)
+
+
+Whole = Annotated[int, _no_boolean("int_type")]
+Number = Annotated[float, _no_boolean("float_type")]
+
+
 class OffloadConfig(BaseModel):
     """How the weights of a model are offloaded. Immutable; raises ConfigError through `parse`."""
 
@@ -71,12 +89,12 @@ class OffloadConfig(BaseModel):
         "buffers of the device, each as large as a layer's experts; auto: hybrid on a GPU, cache "
         "in vLLM's CPU build.",
     )
-    slots_per_layer: int | Auto | None = Field(
+    slots_per_layer: Whole | Auto | None = Field(
         default=None,
         description="Experts that each layer keeps on the device, at least 1; "
         "auto: as many as the device's free memory holds.",
     )
-    gpu_memory_gib: float | Auto | None = Field(
+    gpu_memory_gib: Number | Auto | None = Field(
         default=None,
         description="Device memory for all slots and the two buffers of streamed layers together, "
         "GiB; instead of slots_per_layer.",
@@ -86,12 +104,12 @@ class OffloadConfig(BaseModel):
         description="Which expert leaves a slot first: lfru (decayed frequency over age), "
         "lru, lfu, static (the first experts used stay).",
     )
-    cache_topk: int | Auto = Field(
+    cache_topk: Whole | Auto = Field(
         default="auto",
         description="In the modes auto and hybrid: a missing expert is fetched only if it is among "
         "so many heaviest experts of some token; auto: any may be. In steps of up to 64 rows.",
     )
-    update_expert_num: int | Auto = Field(
+    update_expert_num: Whole | Auto = Field(
         default="auto",
         description="In the modes auto and hybrid: at most so many experts are fetched a layer a "
         "step; auto: as many as the measured rates say. In steps of up to 64 rows.",
@@ -102,35 +120,35 @@ class OffloadConfig(BaseModel):
         "at start-up, are corrected every few seconds by how long both lanes took; off: they stay "
         "as measured.",
     )
-    stream_threshold: int | Literal["auto", "off"] = Field(
+    stream_threshold: Whole | Literal["auto", "off"] = Field(
         default="auto",
         description="Steps of more rows than this pass each layer's missing experts through two "
         "buffers of the device; on a GPU at least 64, up to which steps are decided on the device. "
         "auto: from where it is faster, as measured at start-up, if the buffers leave half of the "
         "memory to the slots (not in vLLM's CPU build); off: never.",
     )
-    stream_experts: int | Auto = Field(
+    stream_experts: Whole | Auto = Field(
         default="auto",
         description="Experts that each of the two buffers of streamed layers holds: a layer of "
         "more passes in waves. auto: an eighth of a layer's experts; all of them in the mode "
         "stream, which takes no fewer.",
     )
-    cpu_threads: int | Auto = Field(
+    cpu_threads: Whole | Auto = Field(
         default="auto",
         description="Threads of the CPU expert engine; auto: one a physical core of the process, "
         "or as many as the CPUs of its container's limit if these are fewer, less one for vLLM "
         "itself where there are four or more; one in vLLM's CPU build on fewer than four CPUs.",
     )
-    group_size: int | None = Field(
+    group_size: Whole | None = Field(
         default=None,
         description="Turns group prefetch on: of every so many layers the last num_in_group keep "
         "their parameters (params) in host memory, and each is copied to the device ahead of its "
         "turn. For dense models too; experts have the settings above.",
     )
-    num_in_group: int = Field(
+    num_in_group: Whole = Field(
         default=1, description="Layers of a group that are prefetched, at most group_size."
     )
-    prefetch_step: int = Field(
+    prefetch_step: Whole = Field(
         default=1,
         description="Buffers of the device for each parameter that is prefetched: when a layer has "
         "run, the prefetched layer that comes so many after it is copied into its buffers.",
@@ -151,14 +169,11 @@ class OffloadConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _are_no_booleans(cls, data: Any) -> Any:
+    def _are_named(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             raise ValueError(
                 f"the settings must be a mapping of names to values, got {type(data).__name__}"
             )
-        for name, value in data.items():
-            if isinstance(value, bool):
-                raise ValueError(f"{name}={value}: true and false are no values of it")
         return data
 
     @model_validator(mode="after")
@@ -357,7 +372,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
         if name not in known:
             raise ConfigError(
                 f"the environment variable {name} is no setting"
-                f"{_meant(name, known, len(ENVIRONMENT_PREFIX))}; those are: {', '.join(known)}"
+                f"{meant(name, known, len(ENVIRONMENT_PREFIX))}; those are: {', '.join(known)}"
             )
         found[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = text
     return found
@@ -391,7 +406,7 @@ def _explain(error: ValidationError) -> str:
     known_names = list(OffloadConfig.model_fields)
     lines = []
     if unknown:
-        names = ", ".join(repr(name) + _meant(name, known_names) for name in sorted(unknown))
+        names = ", ".join(repr(name) + meant(name, known_names) for name in sorted(unknown))
         lines.append(f"unknown: {names}; what exists: {', '.join(known_names)}")
     for where, items in found.items():
         line = _cause(items)
@@ -399,21 +414,23 @@ def _explain(error: ValidationError) -> str:
         if known is not None:
             # Of a list one entry may be wrong.
             at = "".join(f"[{part}]" for part in items[-1]["loc"][1:] if isinstance(part, int))
-            line = f"{where}{at}={items[-1]['input']!r}: {line} ({known.description})"
+            given = items[-1]["input"]
+            near = meant(given.lower(), _words(items)) if isinstance(given, str) else ""
+            line = f"{where}{at}={given!r}{near}: {line} ({known.description})"
         lines.append(line)
     return "moe_offload settings: " + "; ".join(lines)
 
 
-def _meant(name: str, known: Sequence[str], prefix: int = 0) -> str:
+def meant(name: str, known: Iterable[str], prefix: int = 0) -> str:
     """Which of the known names this one may have been meant for, in words; or nothing.
 
     prefix: how many characters all have in common, which say nothing.
     """
     ends = {each[prefix:]: each for each in known}
     given = name[prefix:]
-    meant = difflib.get_close_matches(given, ends, n=1, cutoff=0.75)
-    meant = meant or [end for end in ends if given and end.startswith(f"{given}_")]
-    return f" (did you mean {ends[meant[0]]}?)" if meant else ""
+    near = difflib.get_close_matches(given, ends, n=1, cutoff=0.75)
+    near = near or [end for end in ends if given and end.startswith(f"{given}_")]
+    return f" (did you mean {ends[near[0]]}?)" if near else ""
 
 
 def _cause(items: list[ErrorDetails]) -> str:
@@ -422,10 +439,14 @@ def _cause(items: list[ErrorDetails]) -> str:
     if None in kinds:
         return " or ".join(item["msg"].removeprefix("Value error, ") for item in items)
     if items[0]["type"] == "literal_error":
-        return f"give one of {', '.join(items[0]['ctx']['expected'].split(' or '))}".replace(
-            "'", ""
-        )
+        return f"give one of {', '.join(_words(items))}"
     return f"give {' or '.join(map(str, dict.fromkeys(kinds)))}"
+
+
+def _words(items: list[ErrorDetails]) -> list[str]:
+    """The words that one setting may be, by what pydantic found wrong with it."""
+    expected = [item["ctx"]["expected"] for item in items if item["type"] == "literal_error"]
+    return re.findall(r"'(\w+)'", " ".join(expected))
 
 
 def _wanted(item: ErrorDetails) -> str | None:

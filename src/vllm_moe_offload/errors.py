@@ -8,9 +8,15 @@ OffloadError
 └── CpuLaneError       the CPU lane failed while it served
 """
 
+# What every message begins with, so that one search of a log finds it.
+PREFIX = "moe_offload"
+
 
 class OffloadError(Exception):
     """Base class of the errors below."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if message.startswith(PREFIX) else f"{PREFIX}: {message}")
 
 
 class ConfigError(OffloadError, ValueError):

@@ -352,7 +352,8 @@ def test_experts_that_the_host_does_not_hold_are_named_first(
     for module in (host_device, store_module):
         monkeypatch.setattr(module, "available_memory", lambda: 1 << 10)
     with pytest.raises(
-        MemoryShortError, match=r"^offloaded weights need 1.1 MiB of host memory .*: free memory"
+        MemoryShortError,
+        match=r"^moe_offload: offloaded weights need 1.1 MiB of host memory .*: free memory",
     ):
         start(model, settings)
 
@@ -364,7 +365,7 @@ def test_a_layer_that_the_system_does_not_promise_stops_the_start(
     (tmp_path / "config.json").write_text(json.dumps({**said, "moe_intermediate_size": 2**40}))
     with pytest.raises(
         MemoryShortError,
-        match=r"^\d+\.\d\d GiB of host memory cannot be mapped .*: free memory",
+        match=r"^moe_offload: \d+\.\d\d GiB of host memory cannot be mapped .*: free memory",
     ):
         start(tmp_path, {"slots_per_layer": 4}, load_format="dummy")
 

@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.config import SLOTLESS_MODES, OffloadConfig
 from vllm_moe_offload.device import Device
-from vllm_moe_offload.errors import ConfigError, MemoryShortError, UnsupportedError
+from vllm_moe_offload.errors import PREFIX, ConfigError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore
 from vllm_moe_offload.integration.prefetch import GroupOffloader
@@ -112,7 +112,7 @@ class Sizing:
                 is_wanted=is_wanted,
             )
         except MemoryShortError as error:
-            self._store.require(also_needed=str(error))
+            self._store.require(also_needed=str(error).removeprefix(f"{PREFIX}: "))
             if not taken.layers:
                 raise
             raise MemoryShortError(
