@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_moe_offload.amounts import amount
+from vllm_moe_offload.amounts import amount, gib_for
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,16 @@ from vllm_moe_offload.amounts import amount
 )
 def test_small_amounts_are_in_smaller_units(nbytes: int, text: str) -> None:
     assert amount(nbytes) == text
+
+
+def test_two_amounts_may_be_told_in_one_unit() -> None:
+    assert (amount(10737), amount(192 << 10, like=10737)) == ("10.5 KiB", "192.0 KiB")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(3 * 24576, "0.0000687"), (192 << 10, "0.000184"), (3 << 29, "1.5"), (9 << 40, "9220")],
+)
+def test_a_number_of_gib_holds_the_bytes(nbytes: int, text: str) -> None:
+    assert gib_for(nbytes) == text
+    assert int(float(text) * 2**30) >= nbytes

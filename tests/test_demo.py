@@ -42,6 +42,19 @@ def test_a_folder_that_is_no_models_is_refused(config: str, why: str, tmp_path: 
     assert why in " ".join(result.output.split())
 
 
+def test_a_folder_without_a_model_is_told_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(demo.DemoError, match=r"there is no .*/config\.json: run this in"):
+        demo.run(
+            Console(),
+            model=tmp_path,
+            prompts=["a"],
+            mode="cache",
+            slots=None,
+            max_tokens=1,
+            policy=None,
+        )
+
+
 def test_more_tokens_than_a_text_may_have_are_refused() -> None:
     result = CliRunner().invoke(app, ["demo", "--model", str(MODEL), "--max-tokens", "1024"])
     assert result.exit_code == 2

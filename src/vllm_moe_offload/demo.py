@@ -63,8 +63,8 @@ def run(
     settings_file = model / "config.json"
     if not settings_file.is_file():
         raise DemoError(
-            f"no model in {model}: run this in a checkout of the repository, or name a folder "
-            "with --model"
+            f"no model in {model}: there is no {settings_file}: run this in a checkout of the "
+            "repository, or name a model's folder with --model"
         )
     num_experts = _num_experts(settings_file)
     if slots is None and mode not in SLOTLESS_MODES:

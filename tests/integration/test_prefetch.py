@@ -262,7 +262,11 @@ def start(model: Path, settings: dict[str, Any], **arguments: Any) -> None:
             ConfigError,
             r"named by params=attn; what there is: self_attn.qkv_proj.weight, .*down_proj.weight",
         ),
-        ({"group_size": 1, "params": ["self_at"]}, ConfigError, r"named by params=self_at;"),
+        (
+            {"group_size": 1, "params": ["self_at", "mlp.dwn_proj"]},
+            ConfigError,
+            r"=mlp.dwn_proj \(did you mean mlp.down_proj\?\), self_at \(did you mean self_attn",
+        ),
         ({"group_size": 1, "prefetch_step": 5}, InactiveError, r"every one of 5 layers .* lower"),
         ({"group_size": 5}, InactiveError, r"every one of 1 layers .* prefetch more layers"),
         (

@@ -39,7 +39,7 @@ from vllm_moe_offload.config import OffloadConfig  # noqa: E402
 from vllm_moe_offload.device import HostDevice  # noqa: E402
 from vllm_moe_offload.device import host as host_device  # noqa: E402
 from vllm_moe_offload.host import store as store_module  # noqa: E402
-from vllm_moe_offload.integration import layers, runtime  # noqa: E402
+from vllm_moe_offload.integration import layers, runtime, sizing  # noqa: E402
 from vllm_moe_offload.integration.compat import check_version  # noqa: E402
 from vllm_moe_offload.integration.frontend import configure  # noqa: E402
 from vllm_moe_offload.integration.layers import offloaded_layers  # noqa: E402
@@ -389,7 +389,7 @@ def test_a_start_that_fails_gives_up_making_host_memory_ready(
 
 
 def test_what_the_host_lacks_stops_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"engine of 4000 threads was asked for"):
+    with pytest.raises(ConfigError, match=r"settings: cpu_threads=4000: an engine of 4000 thr"):
         start(model, {"slots_per_layer": 4, "cpu_threads": 4000})
     monkeypatch.setenv("VLLM_MOE_OFFLOAD_ISA", "mmx")
     with pytest.raises(ConfigError, match=r"mmx.*scalar"):
@@ -409,6 +409,52 @@ def test_the_engine_has_one_thread_beside_torchs_on_few_cpus(
     monkeypatch.setattr(type(runtime.current_platform), "is_cpu", lambda self: is_cpu_build)
     runtime._engine(OffloadConfig(cpu_threads=asked))
     assert made == [threads]
+
+
+def test_a_worker_names_the_setting_whose_threads_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = OffloadConfig(cpu_threads=4000)
+    with pytest.raises(ConfigError, match=r"in the worker, .* cpu_threads=4000: an engine of 4000"):
+        runtime._engine(asked)
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_ISA", "mmx")
+    with pytest.raises(ConfigError, match=r"vLLM chooses: VLLM_MOE_OFFLOAD_ISA=mmx: "):
+        runtime._engine(OffloadConfig(cpu_threads=1))
+
+
+def test_the_log_names_the_cpus_threads_where_they_compute(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(model, **moe_offload_args(slots_per_layer=4, cpu_threads=1)) as ours:
+        (running,) = ours.collective_rpc(lambda worker: worker._moe_offload_runtime)
+        layers = list(running._layers().values())
+
+        def is_said(mode: str) -> bool:
+            running.config = OffloadConfig(mode=mode)
+            return running._summary(layers)[-1].startswith("1 CPU thread (")
+
+        assert all(map(is_said, ("cache", "stream", "cpu")))
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(type(runtime.current_platform), "is_cpu", lambda self: False)
+            assert all(map(is_said, ("auto", "hybrid", "cpu")))
+            assert not any(map(is_said, ("cache", "stream")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"slots_per_layer": 16}, ["with slots_per_layer=16 every expert has a slot, and offload"]),
+        ({"gpu_memory_gib": 0.01}, ["with gpu_memory_gib=0.01 every expert has a slot, and offlo"]),
+        ({"slots_per_layer": 15}, []),
+        ({}, []),
+    ],
+)
+def test_the_log_says_that_a_given_size_holds_every_expert(
+    model: Path, settings: dict, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(sizing.logger, "info", lambda text, *given: lines.append(text % given))
+    with engine(model, **moe_offload_args(**settings)) as ours:
+        assert bool(stats(ours)["layers"]) is bool(settings)
+    assert [line.removeprefix("moe_offload: ")[: len(said[0])] for line in lines] == said
 
 
 def test_settings_of_the_environment_reach_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,14 @@ def test_more_slots_than_experts_is_refused() -> None:
 
 
 def test_a_budget_below_one_slot_each_is_refused_with_both_numbers() -> None:
-    with pytest.raises(MemoryShortError, match=r"KiB for slots do not hold one expert.*mode='cpu'"):
-        plan_slots(LAYERS, slots_per_layer=None, budget_bytes=149)
+    layers = [LayerShape("a", 8, 24576), LayerShape("b", 16, 49152)]
+    with pytest.raises(
+        MemoryShortError,
+        match=r"10\.5 KiB for slots do not hold one expert for each of 2 layers, which needs 72\.0 "
+        r"KiB: give them at least gpu_memory_gib=0\.0000687, or use mode='cpu'",
+    ):
+        plan_slots(layers, slots_per_layer=None, budget_bytes=10737)
+    assert plan_slots(layers, slots_per_layer=None, budget_bytes=int(0.0000687 * 2**30)).slots
 
 
 def test_exactly_one_size_has_to_be_given() -> None:

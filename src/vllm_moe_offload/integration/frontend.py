@@ -56,7 +56,15 @@ def _check_engine(config: OffloadConfig) -> None:
     try:
         CpuExpertEngine(config.engine_threads).close()
     except ValueError as error:
-        raise ConfigError(f"moe_offload settings: {error}") from None
+        raise ConfigError(f"moe_offload settings: {of_setting(config, error)}") from None
+
+
+def of_setting(config: OffloadConfig, error: ValueError) -> str:
+    """What the CPU expert engine refuses, under the setting or variable that asked for it."""
+    text = str(error)
+    if config.engine_threads is None or text.startswith(tuple(ENGINE_VARIABLES)):
+        return text
+    return f"cpu_threads={config.cpu_threads}: {text}"
 
 
 def configure(vllm_config: VllmConfig, asked_by: str | None = None) -> OffloadConfig | None:

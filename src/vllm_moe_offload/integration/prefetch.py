@@ -23,7 +23,7 @@ from vllm.model_executor.offloader.base import (
 from vllm.platforms import current_platform
 
 from vllm_moe_offload.amounts import amount
-from vllm_moe_offload.config import OffloadConfig
+from vllm_moe_offload.config import OffloadConfig, meant
 from vllm_moe_offload.device.copies import CopyStream
 from vllm_moe_offload.errors import ConfigError, InactiveError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.host import HostStore, available_memory
@@ -338,9 +338,11 @@ class GroupOffloader(BaseOffloader):
                 "last of a whole group: give a group_size of no more than that"
             )
         if seen.unmatched:
+            known = _segments(seen.names)
+            given = ", ".join(entry + meant(entry, known) for entry in sorted(seen.unmatched))
             raise ConfigError(
-                f"{what}: no parameter of the layers is named by params="
-                f"{', '.join(sorted(seen.unmatched))}; what there is: {', '.join(seen.names)}"
+                f"{what}: no parameter of the layers is named by params={given}; "
+                f"what there is: {', '.join(seen.names)}"
             )
         if all(stack.plan.is_static for stack in self._stacks):
             raise InactiveError(
@@ -356,6 +358,17 @@ class GroupOffloader(BaseOffloader):
 def _names(entry: str, parameter: str) -> bool:
     """Whether `entry` is one or more whole segments of the parameter's dotted name."""
     return f".{entry}." in f".{parameter}."
+
+
+def _segments(parameters: Iterable[str]) -> list[str]:
+    """Every entry that names some of these parameters: runs of whole segments."""
+    found: dict[str, None] = {}
+    for name in parameters:
+        parts = name.split(".")
+        for first in range(len(parts)):
+            for end in range(first + 1, len(parts) + 1):
+                found[".".join(parts[first:end])] = None
+    return list(found)
 
 
 def _viewed(layer: nn.Module) -> frozenset[str]:

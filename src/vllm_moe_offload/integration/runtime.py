@@ -27,7 +27,7 @@ from vllm_moe_offload.errors import ConfigError, InactiveError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
-from vllm_moe_offload.integration.frontend import asked_by_model
+from vllm_moe_offload.integration.frontend import asked_by_model, of_setting
 from vllm_moe_offload.integration.graphs import (
     captures_a_piece,
     limit_capture_sizes,
@@ -376,9 +376,11 @@ class OffloadRuntime:
             ]
         elif self._buffer_bytes:
             parts.append(f"{amount(self._buffer_bytes)} in two buffers")
-        threads = self.engine.threads
-        plural = "" if threads == 1 else "s"
-        return [*parts, f"{threads} CPU thread{plural} ({self.engine.isa})"]
+        if current_platform.is_cpu() or self.config.mode not in ("cache", "stream"):
+            threads = self.engine.threads
+            plural = "" if threads == 1 else "s"
+            parts.append(f"{threads} CPU thread{plural} ({self.engine.isa})")
+        return parts
 
     def _check_streamed(self, name: str) -> None:
         check_layer(
@@ -559,8 +561,9 @@ def _engine(config: OffloadConfig) -> CpuExpertEngine:
         return CpuExpertEngine(threads)
     except ValueError as error:
         raise ConfigError(
-            f"moe_offload settings: in the worker, whose cores vLLM chooses: {error} (vLLM's CPU "
-            "build binds a worker by VLLM_CPU_OMP_THREADS_BIND)"
+            "moe_offload settings: in the worker, whose cores vLLM chooses: "
+            f"{of_setting(config, error)} (vLLM's CPU build binds a worker by "
+            "VLLM_CPU_OMP_THREADS_BIND)"
         ) from None
 
 

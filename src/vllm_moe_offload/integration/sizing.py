@@ -121,8 +121,10 @@ class Sizing:
                 "is for every layer of both models"
             ) from None
         counts = plan.slots[: len(shapes)]
-        if plan.fits and is_wanted and not self._is_automatic:
-            self._say_nothing_is_streamed()
+        if plan.fits and not self._is_automatic:
+            self._say_all_fit()
+            if is_wanted:
+                self._say_nothing_is_streamed()
         needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(counts, shapes, strict=True)
         )
@@ -142,6 +144,16 @@ class Sizing:
         return self._config.mode not in SLOTLESS_MODES and not any(
             isinstance(size, int | float)
             for size in (self._config.slots_per_layer, self._config.gpu_memory_gib)
+        )
+
+    def _say_all_fit(self) -> None:
+        """Offload stays on then: who has set a size may not know that nothing needs it."""
+        name = "gpu_memory_gib" if self._config.slots_per_layer is None else "slots_per_layer"
+        logger.info(
+            "moe_offload: with %s=%s every expert has a slot, and offload stays on; without it "
+            "(automatic) a model whose experts all fit is served by stock vLLM",
+            name,
+            getattr(self._config, name),
         )
 
     def _say_nothing_is_streamed(self) -> None:

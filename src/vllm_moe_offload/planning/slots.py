@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_moe_offload.amounts import amount
+from vllm_moe_offload.amounts import amount, gib_for
 from vllm_moe_offload.errors import ConfigError, MemoryShortError
 
 
@@ -65,8 +65,8 @@ def _fill(layers: Sequence[LayerShape], budget_bytes: int) -> list[int]:
     if budget_bytes < one_each:
         raise MemoryShortError(
             f"{amount(budget_bytes)} for slots do not hold one expert for each of "
-            f"{len(layers)} layers, which needs {amount(one_each)}: give more with "
-            "gpu_memory_gib, or use mode='cpu', which needs no slots"
+            f"{len(layers)} layers, which needs {amount(one_each, like=budget_bytes)}: give them "
+            f"at least gpu_memory_gib={gib_for(one_each)}, or use mode='cpu', which needs no slots"
         )
     slots = [0 for _ in layers]
     left = budget_bytes
