@@ -82,13 +82,21 @@ class _Metric:
 METRICS = (
     _Metric("steps", "Steps of an offloaded layer.", {"": "steps"}),
     _Metric("tokens", "Tokens that passed through an offloaded layer.", {"": "tokens"}),
-    _Metric("streamed_steps", "Steps that streamed whole layers.", {"": "streamed_steps"}),
-    _Metric("hits", "Used experts that were in a slot, by layer and step.", {"": "hits"}),
-    _Metric("misses", "Used experts that were in no slot.", {"": "misses"}),
+    _Metric("streamed_steps", "Steps that streamed layers.", {"": "streamed_steps"}),
+    _Metric(
+        "hits",
+        "Used experts that were in a slot, summed over layers; streamed steps count none.",
+        {"": "hits"},
+    ),
+    _Metric(
+        "misses",
+        "Used experts that were in no slot, of the same steps; none in the modes cpu and stream.",
+        {"": "misses"},
+    ),
     _Metric(
         "bytes",
-        "Bytes of experts: fetched into slots, computed on the CPU, streamed through buffers, kept "
-        "of these in slots.",
+        "Bytes of experts, summed over layers: fetched into slots, computed on the CPU, streamed "
+        "through buffers, kept of these in slots.",
         {
             "fetched": "bytes_fetched",
             "cpu": "bytes_cpu",

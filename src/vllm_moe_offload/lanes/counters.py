@@ -10,12 +10,12 @@ class Counters:
     """Counts since the layer was built or its counters were reset.
 
     `hits` and `misses` count experts a step uses that were in a slot before it, or were not, but
-    for streamed steps, which use all; `cpu_experts` those the CPU lane computed, and `promoted`
-    those of them that were copied into slots meanwhile; `bytes_fetched` all bytes copied from
-    host memory into slots; `waves` the waves of all steps; `tokens` rows of real tokens; `streamed`
-    the steps whose experts passed through buffers, and `bytes_streamed` what was copied there from
-    host memory; `kept` the experts that were copied from there into slots, and `bytes_kept`
-    their bytes, which `bytes_fetched` does not count.
+    for streamed steps, which use all, and layers without slots; `cpu_experts` those the CPU lane
+    computed, and `promoted` those of them that were copied into slots meanwhile; `bytes_fetched`
+    all bytes copied from host memory into slots; `waves` the waves of all steps; `tokens` rows of
+    real tokens; `streamed` the steps whose experts passed through buffers, and `bytes_streamed`
+    what was copied there from host memory; `kept` the experts that were copied from there into
+    slots, and `bytes_kept` their bytes, which `bytes_fetched` does not count.
     """
 
     steps: int = 0
