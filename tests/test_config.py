@@ -218,10 +218,19 @@ def test_a_variable_that_looks_like_a_setting_is_an_error(name: str) -> None:
         OffloadConfig.resolve({}, {name: "8"})
 
 
-@pytest.mark.parametrize("key", ["moe-offload", "moe_ofload", "MOE_OFFLOAD"])
+@pytest.mark.parametrize(
+    "key", ["moe-offload", "moe_ofload", "MOE_OFFLOAD", "vllm_moe_offload", "vllm-moe-offload"]
+)
 def test_a_misspelt_section_is_an_error(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"has '{key}': did you mean 'moe_offload'"):
         OffloadConfig.resolve({key: {}}, {})
+
+
+def test_a_section_one_level_too_deep_is_an_error() -> None:
+    deep = {"additional_config": {"moe_offload": {"slots_per_layer": 4}}}
+    with pytest.raises(ConfigError, match='so that it is {"moe_offload": {"slots_per_layer": 4}}'):
+        OffloadConfig.resolve(deep, {})
+    assert OffloadConfig.resolve({"additional_config": {"another": 1}}, {}) is None
 
 
 @pytest.mark.parametrize(

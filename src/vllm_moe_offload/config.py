@@ -42,6 +42,8 @@ OFFLOAD_ARCHITECTURE = "Qwen3MoeForCausalLMOffload"
 
 # The names under which vLLM finds the plugin.
 PLUGIN_NAMES = frozenset({"moe_offload", "cpu_offload_moe"})
+# And those by which its section may be called in error.
+_OTHER_NAMES = PLUGIN_NAMES - {ADDITIONAL_CONFIG_KEY} | {"vllm_moe_offload"}
 
 Mode = Literal["auto", "cache", "hybrid", "cpu", "stream"]
 # Those in which the misses of a step are split between fetching and the CPU.
@@ -335,12 +337,19 @@ def _section(additional_config: Any) -> dict[str, Any] | None:
     """The settings in `additional_config`, or None; ConfigError for some beside their section."""
     if not isinstance(additional_config, Mapping):
         return None
-    for key in additional_config:
-        if key != ADDITIONAL_CONFIG_KEY and difflib.get_close_matches(
-            str(key).lower().replace("-", "_"), [ADDITIONAL_CONFIG_KEY], cutoff=0.85
+    for key, value in additional_config.items():
+        name = str(key).lower().replace("-", "_")
+        if key != ADDITIONAL_CONFIG_KEY and (
+            name in _OTHER_NAMES
+            or difflib.get_close_matches(name, [ADDITIONAL_CONFIG_KEY], cutoff=0.85)
         ):
             raise ConfigError(
                 f"additional_config has {key!r}: did you mean {ADDITIONAL_CONFIG_KEY!r}?"
+            )
+        if name == "additional_config" and _section(value) is not None:
+            raise ConfigError(
+                f"additional_config has {key!r}, in which the settings stand: leave out one of "
+                f"the two, so that it is {json.dumps(dict(value), default=str)}"
             )
     section = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
     if not isinstance(section, Mapping):

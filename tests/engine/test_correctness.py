@@ -389,3 +389,9 @@ def test_any_routing(engine: CpuExpertEngine, data: st.DataObject) -> None:
         expert_map=expert_map,
         max_tokens=data.draw(st.integers(1, 50)),
     )
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_limit_that_clamps_to_nothing_is_refused(limit: float) -> None:
+    with pytest.raises(ValueError, match="clamps to nothing"):
+        make_spec(64, 64, Format.BF16, swiglu_limit=limit)

@@ -72,6 +72,8 @@ class ExpertSpec:
             raise ValueError(
                 f"swiglu_limit, swiglu_alpha and swiglu_beta do not go with {self.activation.value}"
             )
+        if self.swiglu_limit is not None and not self.swiglu_limit >= 0:
+            raise ValueError(f"swiglu_limit={self.swiglu_limit} clamps to nothing: give 0 or more")
 
     @property
     def activation_dtype(self) -> torch.dtype:
