@@ -127,15 +127,18 @@ def test_a_fault_beside_nan_is_noticed(
         check(engine, 3, 2, Format.BF16, one_expert_of_nan)
 
 
-@pytest.mark.parametrize("most", [0.05, 0.0])
-def test_rows_that_overflow_the_slots_dtype_are_made_smaller(
-    most: float, engine: CpuExpertEngine
+@pytest.mark.parametrize(
+    ("format_", "most", "passes"),
+    [(Format.FP16, 0.05, True), (Format.FP16, 0.0, False), (Format.BF16, 0.05, False)],
+)
+def test_rows_that_overflow_fp16_are_made_smaller(
+    format_: Format, most: float, passes: bool, engine: CpuExpertEngine
 ) -> None:
     def overflows(lane: EngineLane) -> EngineLane:
         return Overflowing(lane, most)  # type: ignore[return-value]
 
-    if most:
-        check(engine, 3, 2, Format.BF16, of_slots=overflows)
+    if passes:
+        check(engine, 3, 2, format_, of_slots=overflows)
     else:
         with pytest.raises(SelfCheckError, match="by inf of the norm"):
-            check(engine, 3, 2, Format.BF16, of_slots=overflows)
+            check(engine, 3, 2, format_, of_slots=overflows)
