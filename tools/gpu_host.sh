@@ -12,7 +12,8 @@
 #
 # Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the three), alone (tests
 # that count the whole GPU's memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
-# the path); decode, modes, pingpong, prefill, fp8, resident, serve, load.
+# the path); decode, modes, pingpong, prefill, fp8, resident, serve, load; together (fp8, modes and
+# resident: all their engines start at once, on the GPUs in turn, and then one measures after another).
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
@@ -36,7 +37,7 @@ COMMIT=${COMMIT:-$(git rev-parse --short HEAD)}
 CARD=${CARD:-$(nvidia-smi --query-gpu=name --format=csv,noheader | awk 'NR == 1 { print tolower($NF) }')}
 GPUS=$(nvidia-smi --list-gpus | wc -l)
 AT_ONCE=${AT_ONCE:-$((4 * GPUS))}
-SETS=" tests soaks both alone engine_tests kernels scaling kt decode modes pingpong prefill fp8 resident serve load "
+SETS=" tests soaks both alone engine_tests kernels scaling kt decode modes pingpong prefill fp8 resident serve load together "
 for set in "$@"; do
   if [[ $SETS != *" $set "* ]]; then
     echo "$set: no such set; there are:$SETS" >&2
@@ -177,6 +178,7 @@ engines() {
   local name=$1 file=$2
   shift 2
   timeout --signal=TERM --kill-after=10 "$(left 5)" python3 -m "bench.$name" "$@" --seconds 4 \
+    ${TURNS:+--turns "$OUT/turns" --runs "$TURNS" --kv-gib 1} \
     --json "$OUT/$file.json" --logs "$OUT/logs-$file" --deadline "$(left 12)" --commit "$COMMIT"
 }
 
@@ -203,6 +205,18 @@ fp8() {
 resident() {
   engines decode decode-resident --slots 128 --contestants auto,vllm-gpu --together 2 \
     --batches 1,8,32 --routing uniform
+}
+together() {
+  local gpu=0 set cpus=$(($(nproc) / GPUS))
+  for set in fp8 modes resident; do
+    (
+      taskset --cpu-list --pid "$((gpu * cpus))-$((gpu * cpus + cpus - 1))" "$BASHPID" > /dev/null
+      export CUDA_VISIBLE_DEVICES=$gpu
+      TURNS=3 $set
+    ) &
+    gpu=$(((gpu + 1) % GPUS))
+  done
+  wait
 }
 serve() { engines serve serve --contestants auto; }
 load() { engines load load --contestants cache,vllm-gpu; }
