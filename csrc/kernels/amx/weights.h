@@ -96,9 +96,16 @@ struct Fp8Tiles : Bytes<moe::Format::kFp8>, NaturalColumns {
       }
     }
   };
-  // Those of neighbouring blocks of columns.
+  // Those of as many neighbouring blocks of columns as the widest panel has, by where the scale
+  // lies: the same one for all rows of a block.
   struct State {
-    Table tables[2];
+    Table tables[16];
+
+    const Table& of(const float& scale) {
+      Table& table = tables[reinterpret_cast<uintptr_t>(&scale) / sizeof scale % 16];
+      if (table.scale != scale) table.fill(scale);
+      return table;
+    }
   };
 
   static void unpack(const Row& row, int64_t columns, std::byte* to, State& state) {
@@ -107,9 +114,7 @@ struct Fp8Tiles : Bytes<moe::Format::kFp8>, NaturalColumns {
     // So that halves of lanes, interleaved, are columns in their order.
     const __m512i quarters = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t c = 0; c < columns; c += kLine, to += 2 * kTileBytes) {
-      const int64_t block = c >> row.shift;
-      Table& table = state.tables[block & 1];
-      if (table.scale != row.scale[block]) table.fill(row.scale[block]);
+      const Table& table = state.of(row.scale[c >> row.shift]);
       const int64_t left = columns - c;
       const __m512i line = left < kLine
                                ? _mm512_maskz_loadu_epi8((uint64_t{1} << left) - 1, row.weight + c)

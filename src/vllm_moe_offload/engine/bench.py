@@ -286,11 +286,12 @@ def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tens
         if part.name.endswith("_scale"):
             # FP8 codes are up to 480. With a larger scale gates are hundreds, what the activation
             # makes of them subnormal floats, and a product with one takes 200 times as long.
-            large_codes = part.dtype == torch.float32
-            values = torch.full((experts, *part.shape), 1e-4 if large_codes else 0.01)
-            # e8m0 codes exponents: 2^-7
+            most = 1e-4 if part.dtype == torch.float32 else 0.01
+            # No two alike, as in a checkpoint: a kernel may keep what it has made of one.
+            values = torch.rand((experts, *part.shape)).add_(1).mul_(most / 2)
+            # e8m0 codes exponents: 2^-8 or 2^-7
             shard[part.name] = (
-                torch.full_like(values, 120).byte()
+                values.mul_(4 / most).add_(117).byte()
                 if part.dtype == torch.uint8
                 else values.to(part.dtype)
             )
