@@ -13,7 +13,10 @@ from bench.common import read
 
 def words(text: str) -> list[str]:
     """``a,b`` as a list, in which nothing is twice."""
-    given = [word for word in text.split(",") if word]
+    return _once([word.strip() for word in text.split(",") if word.strip()])
+
+
+def _once(given: list[str]) -> list[str]:
     if twice := [word for word in dict.fromkeys(given) if given.count(word) > 1]:
         raise argparse.ArgumentTypeError(f"{', '.join(twice)}: given more than once")
     return given
@@ -34,7 +37,7 @@ def numbers(text: str) -> list[int]:
     given = words(text)
     if not given or not all(word.isdecimal() and int(word) > 0 for word in given):
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 up, like 1,8,32")
-    return [int(word) for word in given]
+    return [int(word) for word in _once([str(int(word)) for word in given])]
 
 
 def number(text: str) -> int:

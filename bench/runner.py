@@ -216,8 +216,11 @@ class Session:
         self.model = self._model()
         try:
             self.shape = models.Shape.of(self.model, options.dtype)
-        except (OSError, ValueError, TypeError) as error:
-            raise SystemExit(f"--model {options.model}: {error}") from None
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
+            said = (
+                e if isinstance(e, OSError | ValueError) else f"its config.json has no shape: {e}"
+            )
+            raise SystemExit(f"--model {options.model}: {said}") from None
         if options.slots is not None and not 1 <= options.slots <= self.shape.experts:
             raise SystemExit(f"--slots {options.slots}: give 1 to {self.shape.experts}")
         if options.runs > 1 and options.turns is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -139,22 +140,28 @@ def bench_cpu(
 
 
 def _words(option: str, text: str) -> list[str]:
-    words = text.split(",")
-    if not all(words) or len(set(words)) < len(words):
+    words = [word.strip() for word in text.split(",")]
+    _check_list(option, text, words)
+    return words
+
+
+def _check_list(option: str, text: str, given: Sequence[object]) -> None:
+    if "" in given or len(set(given)) < len(given):
         raise ValueError(
             f"{option} {text!r} has an empty place or the same twice: write a list like a,b"
         )
-    return words
 
 
 def _numbers(option: str, text: str) -> list[int]:
     words = _words(option, text)
     try:
-        return [int(number) for number in words]
+        numbers = [int(number) for number in words]
     except ValueError:
         raise ValueError(
             f"{option} {text!r} is not a list of numbers: write one like 1,4,16"
         ) from None
+    _check_list(option, text, numbers)
+    return numbers
 
 
 def _shape(text: str) -> tuple[int, int]:

@@ -63,6 +63,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("decode", "--batches 1,0", "--batches: '1,0': give numbers from 1 up"),
         ("decode", "--batches ,", "--batches: ',': give numbers from 1 up"),
         ("decode", "--batches 2,8,2", "--batches: 2: given more than once"),
+        ("decode", "--batches 2,02", "--batches: 2: given more than once"),
         ("kt", "--rows 2,8,2", "--rows: 2: given more than once"),
         ("decode prefill", "--routing local,local", "--routing: local: given more than once"),
         ("decode prefill", "--tokens x", "--tokens: 'x': give numbers from 1 up"),

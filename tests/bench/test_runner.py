@@ -99,7 +99,12 @@ def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [("{", "Expecting"), ("[1]", "no JSON object"), ('{"a": 1}', "none of hidden_size")],
+    [
+        ("{", "Expecting"),
+        ("[1]", "no JSON object"),
+        ('{"a": 1}', "none of hidden_size"),
+        ('{"hidden_size": 8, "intermediate_size": 8, "quantization_config": [1]}', "has no shape"),
+    ],
 )
 def test_a_folder_that_says_no_shape_is_refused(config: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)

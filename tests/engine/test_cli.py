@@ -59,6 +59,7 @@ def test_a_file_of_rows_is_written_anew_as_the_help_says(tmp_path: Path) -> None
         ("--rows 1,0", "0 rows an expert were asked for: give at least 1"),
         ("--rows 1,16777217", "16777217 rows an expert were asked for: give at least 1 and at"),
         ("--rows 1,1", "--rows '1,1' has an empty place or the same twice"),
+        ("--rows 1,01", "--rows '1,01' has an empty place or the same twice"),
         ("--isas scalar,", "--isas 'scalar,' has an empty place or the same twice"),
         ("--threads=", "--threads '' has an empty place"),
         ("--gib -1", "-1.0 GiB of experts were asked for"),

@@ -391,6 +391,20 @@ def test_any_routing(engine: CpuExpertEngine, data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "format", [Format.FP8_BLOCK, Format.FP8_CHANNEL, Format.FP8_TENSOR, Format.INT8_CHANNEL]
+)
+def test_scales_may_be_negative(
+    engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator, format: Format
+) -> None:
+    spec = make_spec(256, 256, format)
+    shard = make_shard(spec, 2)
+    for name in ("w13_scale", "w2_scale"):
+        shard[name].view(-1)[::2] *= -1
+    for rows in (1, 4, 9, 40):
+        check(engine, spec, shard, random_batch(spec, rows, 1, (0, 2), generator))
+
+
 @pytest.mark.parametrize("limit", [-1.0, float("nan")])
 def test_a_limit_that_clamps_to_nothing_is_refused(limit: float) -> None:
     with pytest.raises(ValueError, match="clamps to nothing"):

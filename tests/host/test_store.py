@@ -341,6 +341,9 @@ def test_dummy_numbers_fill_every_expert_and_repeat(
     dtype: torch.dtype, device: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dummy, "_DEVICE_NUMBERS", at_once * 8 * 16)
+    draws: list[object] = []
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda *a: draws.append(a) or generator(*a))
 
     def filled() -> dict[str, torch.Tensor]:
         tensors = {
@@ -351,7 +354,10 @@ def test_dummy_numbers_fill_every_expert_and_repeat(
         fill_dummy(tensors, device, seed=3)
         return tensors
 
-    one, two = filled(), filled()
+    one = filled()
+    # The scales of five experts are few enough numbers for one draw.
+    assert len(draws) == (2 * 5 if device == "cpu" else -(-5 // at_once) + 1)
+    two = filled()
     weights = one["w2_weight"].float()
     limit = 1.0 if dtype == torch.float8_e4m3fn else 1e-3
     assert limit / 2 < weights.abs().max() <= limit

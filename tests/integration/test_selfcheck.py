@@ -26,6 +26,38 @@ def engine() -> Iterator[CpuExpertEngine]:
         yield engine
 
 
+def made(format_: Format, experts: int = 8) -> tuple[ExpertSpec, dict[str, torch.Tensor]]:
+    spec = ExpertSpec(64, 32, Activation.SILU, format_)
+    return spec, random_shard(spec, experts, torch.Generator().manual_seed(0))
+
+
+def check_between(
+    engine: CpuExpertEngine,
+    spec: ExpertSpec,
+    slots: dict[str, torch.Tensor],
+    cpu: dict[str, torch.Tensor],
+    top_k: int,
+    num_slots: int = 3,
+    of_slots: Callable[[EngineLane], EngineLane] = lambda lane: lane,
+) -> OffloadedLayer:
+    """The check of slots that are filled from the one set of experts, and the CPU over another."""
+
+    def lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
+        return EngineLane(engine, spec, tensors, top_k, 8)
+
+    layer = OffloadedLayer(
+        slots,
+        HostDevice(),
+        spec.layout.empty,
+        lambda tensors: of_slots(lane(tensors)),
+        lane(slots),
+        num_slots=num_slots,
+        policy="lru",
+    )
+    check_layer("layer", layer, spec, lane(cpu), top_k)
+    return layer
+
+
 def check(
     engine: CpuExpertEngine,
     num_slots: int,
@@ -34,27 +66,9 @@ def check(
     change: Callable[[dict[str, torch.Tensor]], object] = lambda host: None,
     of_slots: Callable[[EngineLane], EngineLane] = lambda lane: lane,
 ) -> OffloadedLayer:
-    spec = ExpertSpec(64, 32, Activation.SILU, format_)
-    host = random_shard(spec, 8, torch.Generator().manual_seed(0))
+    spec, host = made(format_)
     change(host)
-
-    def lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
-        return EngineLane(engine, spec, tensors, top_k, 8)
-
-    def slot_lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
-        return of_slots(lane(tensors))
-
-    layer = OffloadedLayer(
-        host,
-        HostDevice(),
-        spec.layout.empty,
-        slot_lane,
-        lane(host),
-        num_slots=num_slots,
-        policy="lru",
-    )
-    check_layer("layer", layer, spec, lane(host), top_k)
-    return layer
+    return check_between(engine, spec, host, host, top_k, num_slots, of_slots)
 
 
 @pytest.mark.parametrize("format_", [Format.FP32, Format.FP16, Format.BF16])
@@ -92,53 +106,84 @@ def one_expert_of_nan(host: dict[str, torch.Tensor]) -> None:
     host["w2_weight"][5, 3, 7] = torch.nan
 
 
-class Overflowing:
-    """A lane that computes in fp16: what is too large for it is infinite."""
+# Four of 32 experts a row: each is in one row.
+@pytest.mark.parametrize(("change", "left"), [(one_expert_of_nan, 1), (nothing_finite, 32)])
+def test_a_checkpoint_that_holds_nan_is_not_the_slots_fault(
+    engine: CpuExpertEngine,
+    change: Callable[[dict[str, torch.Tensor]], object],
+    left: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(selfcheck.logger, "warning", lambda text, *args: said.append(text % args))
+    spec, host = made(Format.BF16, 32)
+    change(host)
+    layer = check_between(engine, spec, host, host, 4)
+    (line,) = said
+    assert f"rows of {left} of 32 experts of layer are" in line
+    assert "is the checkpoint whole?" in line
+    assert layer.counters == Counters()
 
-    def __init__(self, lane: EngineLane, most: float) -> None:
-        self._lane, self._most = lane, most
+
+class Faulty:
+    """A lane whose results are changed."""
+
+    def __init__(self, lane: EngineLane, change: Callable[[torch.Tensor], object]) -> None:
+        self._lane, self._change = lane, change
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._lane, name)
 
     def compute(self, *args: object) -> None:
         self._lane.compute(*args)
-        out = args[4]
-        out[out.abs() > self._most] = torch.inf
+        self._change(args[4])
 
 
-def test_a_checkpoint_that_holds_nan_is_not_the_slots_fault(
-    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(selfcheck.logger, "warning", lambda text, *args: said.append(text % args))
-    check(engine, 3, 2, Format.BF16, one_expert_of_nan)
-    assert not said
-    check(engine, 3, 2, Format.BF16, nothing_finite)
-    (line,) = said
-    assert "experts of layer compute" in line and "is the checkpoint whole?" in line
+def faulty(change: Callable[[torch.Tensor], object]) -> Callable[[EngineLane], EngineLane]:
+    return lambda lane: Faulty(lane, change)  # type: ignore[return-value]
 
 
-def test_a_fault_beside_nan_is_noticed(
-    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    next(iter(FAULTS.values()))(monkeypatch, HostSlotCache)
-    with pytest.raises(SelfCheckError):
-        check(engine, 3, 2, Format.BF16, one_expert_of_nan)
+@pytest.mark.parametrize("where", ["slots", "cpu"])
+@pytest.mark.parametrize("expert", [e for e in range(32) if e != 5])
+def test_a_fault_beside_nan_is_noticed(engine: CpuExpertEngine, where: str, expert: int) -> None:
+    """Of an expert that may share its only row with the one whose numbers are none."""
+    spec, host = made(Format.BF16, 32)
+    one_expert_of_nan(host)
+    wrong = {name: tensor.clone() for name, tensor in host.items()}
+    wrong["w2_weight"][expert] *= -1
+    slots, cpu = (wrong, host) if where == "slots" else (host, wrong)
+    with pytest.raises(SelfCheckError, match=r"differ from the same experts on the CPU by"):
+        check_between(engine, spec, slots, cpu, 4)
+
+
+@pytest.mark.parametrize("where", ["slots", "cpu"])
+def test_nan_on_one_side_alone_is_a_fault(engine: CpuExpertEngine, where: str) -> None:
+    spec, host = made(Format.BF16)
+    wrong = {name: tensor.clone() for name, tensor in host.items()}
+    one_expert_of_nan(wrong)
+    slots, cpu = (wrong, host) if where == "slots" else (host, wrong)
+    with pytest.raises(SelfCheckError, match="by inf of the norm"):
+        check_between(engine, spec, slots, cpu, 2)
 
 
 @pytest.mark.parametrize(
     ("format_", "most", "passes"),
-    [(Format.FP16, 0.05, True), (Format.FP16, 0.0, False), (Format.BF16, 0.05, False)],
+    [
+        (Format.FP16, 1.0, True),
+        (Format.FP16, 0.02, True),
+        (Format.FP16, 0.0, False),
+        (Format.BF16, 1.0, False),
+    ],
 )
 def test_rows_that_overflow_fp16_are_made_smaller(
     format_: Format, most: float, passes: bool, engine: CpuExpertEngine
 ) -> None:
-    def overflows(lane: EngineLane) -> EngineLane:
-        return Overflowing(lane, most)  # type: ignore[return-value]
+    def enlarge(host: dict[str, torch.Tensor]) -> None:
+        host["w2_weight"] *= 64
 
+    of_slots = faulty(lambda out: out.masked_fill_(out.abs() > most, torch.inf))
     if passes:
-        check(engine, 3, 2, format_, of_slots=overflows)
+        check(engine, 3, 2, format_, enlarge, of_slots)
     else:
         with pytest.raises(SelfCheckError, match="by inf of the norm"):
-            check(engine, 3, 2, format_, of_slots=overflows)
+            check(engine, 3, 2, format_, enlarge, of_slots)

@@ -14,6 +14,7 @@ from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.lanes import rates
 from vllm_moe_offload.lanes.rates import measure_rates
+from vllm_moe_offload.planning import LaneRates
 
 CPU = torch.device("cpu")
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of the last test")
@@ -54,3 +55,26 @@ def test_rates_are_bytes_by_seconds(top_k: int, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")
 def test_by_the_interpreter() -> None:
     run_interpreted(__file__)
+
+
+def test_the_best_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both lanes at once the one that slowed neither: where the bus stalls the CPU is fast."""
+    windows = {
+        "fetch_for": iter([1.0, 0.1, 0.25, 0.2, 0.5]),  # compiles, is sized, and three
+        "compute_for": iter([60.0, 90.0, 80.0]),
+        "both": iter([(30.0, 60.0), (6.0, 112.0), (25.0, 50.0)]),
+    }
+
+    class Lanes:
+        pass_bytes = 10.0
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: next(windows[name])
+
+    monkeypatch.setattr(rates, "_Lanes", Lanes)
+    got = measure_rates(None, 2, None, CPU)  # type: ignore[arg-type]
+    assert got == LaneRates(fetch=50.0, cpu=90.0, fetch_beside_cpu=30.0, cpu_beside_fetch=60.0)
+    assert not any(list(left) for left in windows.values())

@@ -27,7 +27,7 @@ def test_a_budget_below_one_slot_each_is_refused_with_both_numbers() -> None:
     with pytest.raises(
         MemoryShortError,
         match=r"10\.5 KiB for slots do not hold one expert for each of 2 layers, which needs 72\.0 "
-        r"KiB: give them at least gpu_memory_gib=0\.0000687, or use mode='cpu'",
+        r"KiB: the slots alone need at least gpu_memory_gib=0\.0000687; or use mode='cpu'",
     ):
         plan_slots(layers, slots_per_layer=None, budget_bytes=10737)
     assert plan_slots(layers, slots_per_layer=None, budget_bytes=int(0.0000687 * 2**30)).slots

@@ -110,7 +110,7 @@ struct Fp8Tiles : Bytes<moe::Format::kFp8>, NaturalColumns {
 
   static void unpack(const Row& row, int64_t columns, std::byte* to, State& state) {
     constexpr int64_t kLine = 64;
-    constexpr int kOrAnd = 0xf8;  // a | (b & c)
+    constexpr int kXorAnd = 0x78;  // a ^ (b & c): a scale may be negative too
     // So that halves of lanes, interleaved, are columns in their order.
     const __m512i quarters = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     for (int64_t c = 0; c < columns; c += kLine, to += 2 * kTileBytes) {
@@ -123,7 +123,7 @@ struct Fp8Tiles : Bytes<moe::Format::kFp8>, NaturalColumns {
       const __m512i low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
       const __m512i magnitude = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
       const __m512i high = _mm512_ternarylogic_epi64(
-          magnitude, codes, _mm512_set1_epi8(static_cast<char>(0x80)), kOrAnd);
+          magnitude, codes, _mm512_set1_epi8(static_cast<char>(0x80)), kXorAnd);
       _mm512_store_si512(to, _mm512_unpacklo_epi8(low, high));
       if (left > kTileColumns) {
         _mm512_store_si512(to + kTileBytes, _mm512_unpackhi_epi8(low, high));

@@ -36,7 +36,8 @@ def fill_dummy(tensors: Mapping[str, torch.Tensor], device: str, seed: int) -> N
         target.copy_(drawn.abs() if is_scale else drawn)
 
     def experts_at_once(tensor: torch.Tensor) -> int:
-        return 1 if device == "cpu" else max(1, _DEVICE_NUMBERS // tensor[0].numel())
+        of_one = tensor.numel() // max(tensor.shape[0], 1)
+        return 1 if device == "cpu" else max(_DEVICE_NUMBERS // max(of_one, 1), 1)
 
     jobs = [
         (number * tensor.shape[0] + begin, name, begin, begin + experts_at_once(tensor))

@@ -20,7 +20,9 @@ _FLOOR = {Format.FP32: 1e-4, Format.FP16: 5e-3, Format.BF16: 2e-2}
 _QUANTISED_FLOOR = 8e-2
 # Of the random rows of fp16: a model whose rows are small may overflow it with larger ones. The
 # other dtypes have the engine's own range: what only the device finds infinite there is a fault.
-_SCALES = (1.0, 2.0**-6, 2.0**-12)
+_SCALES = (1.0, 2.0**-4, 2.0**-8)
+# How often experts that shared their rows with one of no finite numbers get rows with others.
+_ROUTINGS = 4
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -42,69 +44,92 @@ def check_layer(
 
     `top_k`: experts a row is routed to. Every expert takes part, so all of them pass through the
     slots in waves. Where the device decides steps, there is one of each power of two of rows, which
-    compiles its kernels, up to one that the host plans. rows: of one step instead of those. Rows
-    that the engine finds infinite or NaN, by what the checkpoint holds, are not compared.
+    compiles its kernels, up to one that the host plans. rows: of one step instead of those.
+
+    Rows that both find infinite or NaN, by what the checkpoint holds, cannot be compared. Their
+    experts are routed otherwise then, and those that are left get a warning.
     """
     sizes = [rows]
     if rows is None and layer.decides_on_device:
         sizes = [1 << n for n in range(MAX_CAPTURED.bit_length() + 1)]
-    worst = math.inf
-    for scale in _SCALES if spec.activation_dtype == torch.float16 else (1.0,):
-        worst = _worst(layer, spec, cpu, top_k, sizes, scale)
-        if math.isfinite(worst):
-            break
-    layer.reset_counters()
-    layer.invalidate()
-    if worst < 0:
-        logger.warning(
-            "moe_offload: every random row that experts of %s compute is infinite or NaN, on the "
-            "CPU already, so slots and CPU were not compared: is the checkpoint whole?",
-            name,
-        )
-        return
     floor = _FLOOR.get(spec.format, _QUANTISED_FLOOR)
-    if not worst <= floor:
-        raise SelfCheckError(
-            f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
-            f"from the same experts on the CPU by {worst:.1e} of the norm (allowed: {floor:.0e}); "
-            "this is a fault of vllm-moe-offload or of the kernel: serve without moe_offload and "
-            "report the model, the vLLM version and this line"
-        )
+    used: set[int] = set()
+    compared: set[int] = set()
+    for routing in range(_ROUTINGS):
+        for scale in _SCALES if spec.activation_dtype == torch.float16 else (1.0,):
+            x, weights, ids = random_step(layer.num_experts, spec, top_k, seed=routing)
+            step = _Step(x * scale, weights, ids, layer, cpu)
+            worst = max(step.error(size) for size in sizes)
+            layer.reset_counters()
+            layer.invalidate()
+            if math.isfinite(worst):
+                break
+        if not worst <= floor:
+            raise SelfCheckError(
+                f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
+                f"from the same experts on the CPU by {worst:.1e} of the norm (allowed: "
+                f"{floor:.0e}); this is a fault of vllm-moe-offload or of the kernel: serve "
+                "without moe_offload and report the model, the vLLM version and this line"
+            )
+        used |= step.used
+        compared |= step.compared
+        if used == compared:
+            return
+    logger.warning(
+        "moe_offload: rows of %d of %d experts of %s are infinite or NaN, from the slots and on "
+        "the CPU alike, and were not compared: is the checkpoint whole?",
+        len(used - compared),
+        layer.num_experts,
+        name,
+    )
 
 
-def _worst(
-    layer: OffloadedLayer,
-    spec: ExpertSpec,
-    cpu: Lane,
-    top_k: int,
-    sizes: list[int | None],
-    scale: float,
-) -> float:
-    """The largest error of steps of so many rows (None: of as many as use every expert).
+class _Step:
+    """Rows through the slots beside the same rows by the engine.
 
-    Of the rows, scaled by `scale`, whose results are finite by the engine; -1 where none is.
+    `used`: experts of the rows that were computed; `compared`: of those whose results are finite.
     """
-    x, weights, ids = random_step(layer.num_experts, spec, top_k)
-    x *= scale
-    expected = torch.empty(x.shape, dtype=torch.float32)
-    cpu.compute(x, weights, ids, None, expected, False)
-    finite = expected.isfinite().all(1)
-    device = current_platform.device_type
-    given = [tensor.to(device) for tensor in (x, weights, ids)]
-    worst = -1.0
-    for size in sizes:
-        these = torch.arange(size or len(x)) % len(x)
-        got = layer.forward(*(tensor[these.to(device)] for tensor in given)).cpu().float()
-        if (kept := finite[these]).any():
-            worst = max(worst, _error(got[kept], expected[these[kept]]))
-    return worst
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        layer: OffloadedLayer,
+        cpu: Lane,
+    ) -> None:
+        self.used: set[int] = set()
+        self.compared: set[int] = set()
+        self._layer = layer
+        self._ids = ids
+        self._expected = torch.empty(x.shape, dtype=torch.float32)
+        cpu.compute(x, weights, ids, None, self._expected, False)
+        device = current_platform.device_type
+        self._given = [tensor.to(device) for tensor in (x, weights, ids)]
+
+    def error(self, rows: int | None) -> float:
+        """Of the first so many rows, from the first again behind the last; None: of all.
+
+        0 where none is finite on both sides; infinite where one is on one side alone.
+        """
+        these = torch.arange(rows or len(self._ids)) % len(self._ids)
+        on_device = these.to(self._given[0].device)
+        got = self._layer.forward(*(t[on_device] for t in self._given)).cpu().float()
+        expected, ids = self._expected[these], self._ids[these]
+        finite = expected.isfinite().all(1)
+        if not torch.equal(finite, got.isfinite().all(1)):
+            return math.inf
+        self.used |= set(ids.flatten().tolist())
+        self.compared |= set(ids[finite].flatten().tolist())
+        difference = (got[finite] - expected[finite]).norm()
+        return float(difference / expected[finite].norm().clamp_min(1e-30))
 
 
 def random_step(
-    num_experts: int, spec: ExpertSpec, top_k: int, rows: int = ROWS
+    num_experts: int, spec: ExpertSpec, top_k: int, rows: int = ROWS, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, weights and ids of so many rows, or of as many as it takes to use every expert."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     rows = max(rows, -(-num_experts // top_k))
     # Types are given: while a model is loaded the default is the model's.
     x = torch.randn((rows, spec.hidden), generator=generator, dtype=torch.float32).to(
@@ -114,9 +139,3 @@ def random_step(
     ids = order.view(rows, top_k).to(torch.int32)
     weights = torch.rand((rows, top_k), generator=generator, dtype=torch.float32) / top_k
     return x, weights, ids
-
-
-def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of the norm; infinite for what is no number, which no comparison would notice."""
-    error = float((got - expected).norm() / expected.norm().clamp_min(1e-30))
-    return error if math.isfinite(error) else math.inf

@@ -121,10 +121,6 @@ class Sizing:
                 "is for every layer of both models"
             ) from None
         counts = plan.slots[: len(shapes)]
-        if plan.fits and not self._is_automatic:
-            self._say_all_fit()
-            if is_wanted:
-                self._say_nothing_is_streamed()
         needed = buffers + sum(
             count * shape.expert_bytes for count, shape in zip(counts, shapes, strict=True)
         )
@@ -135,6 +131,10 @@ class Sizing:
         if needed > free:
             self._store.require(also_needed=needs)
             raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self._store.needs()})")
+        if plan.fits and not self._is_automatic:
+            if is_wanted:
+                self._say_nothing_is_streamed()
+            self._say_all_fit()
         stays = self._is_automatic and plan.fits
         return Sizes((None,) * len(counts) if stays else counts, buffers, needs)
 

@@ -97,7 +97,7 @@ class Streaming:
         except UnsupportedError as error:
             if self._is_asked:
                 raise
-            logger.warning("moe_offload: the layer is not streamed: %s", error)
+            logger.warning("the layer is not streamed: %s", error)  # which says whose word it is
             return
         except ValueError as error:
             logger.warning("moe_offload: %s is not streamed: %s", name, error)

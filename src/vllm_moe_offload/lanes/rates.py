@@ -15,8 +15,7 @@ from vllm_moe_offload.planning import LaneRates
 
 # Of each measurement: long enough for clocks to rise and for noise to average out.
 _SECONDS = 0.12
-# How often each is taken. What else runs meanwhile makes a lane slower and never faster, so the
-# best one counts.
+# How often each is taken: what else runs meanwhile makes a lane slower, so the best one counts.
 _ROUNDS = 3
 
 
@@ -31,11 +30,13 @@ def measure_rates(
     lanes = _Lanes(fetch, num_slots, plan, device)
     lanes.fetch_for(1)  # compiles
     passes = max(int(_SECONDS / lanes.fetch_for(1)), 1)
-    fetch_alone, cpu_alone, beside = 0.0, 0.0, (0.0, 0.0)
+    fetch_alone, cpu_alone, pairs = 0.0, 0.0, []
     for _ in range(_ROUNDS):
         fetch_alone = max(fetch_alone, passes * lanes.pass_bytes / lanes.fetch_for(passes))
         cpu_alone = max(cpu_alone, lanes.compute_for(_SECONDS))
-        beside = max(beside, lanes.both(passes), key=sum)
+        pairs.append(lanes.both(passes))
+    # Not by their sum: where one lane stalls the other is faster.
+    beside = max(pairs, key=lambda pair: min(pair[0] / fetch_alone, pair[1] / cpu_alone))
     return LaneRates(fetch_alone, cpu_alone, *beside)
 
 

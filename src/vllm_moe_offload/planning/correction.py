@@ -11,12 +11,16 @@ from vllm_moe_offload.planning.split import LaneRates
 # What is seen of a lane is an average over all kinds of steps, and which of its time the other one
 # ran beside it is not seen: up to so much off is as good as right.
 _TOLERANCE = 1.15
-# How much of what it is off is corrected at once, as an exponent; beyond twice, all of it.
+# How much of what it is off is corrected at once, as an exponent, and the most: a reading may be of
+# a moment in which the machine did something else.
 _DAMPING = 0.5
-_TWICE = 2.0
+_MOST_AT_ONCE = 2.0
 # A lane is believed to be at most so many times as fast, or as slow, as it was measured: beside the
 # starts of other engines a CPU was measured at a sixth of what it has.
 _MOST = 16.0
+# A lane that is believed slower than it was measured, so that it got nothing to do, is believed so
+# much faster each time, until it gets something and shows what it does.
+_PROBING = 1.1
 # A lane that was busy for less than this is not judged by it.
 LEAST_SECONDS = 0.02
 
@@ -40,13 +44,18 @@ def correct_rates(rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRa
     What a lane took is compared with what it would have taken by `rates`, the lanes beside each
     other as far as they could be. Both rates of a lane are scaled by one factor, so that how much
     the lanes slow each other down stays as `measured`. A lane that is about as expected, or was
-    hardly used, keeps its rates, and none leaves `measured` by more than a factor of 16.
+    hardly used, keeps its rates, and none leaves `measured` by more than a factor of 16. But one
+    that had nothing to do beside the other, because it was slow, comes back to what was measured.
     """
     beside = min(use.fetched / rates.fetch_beside_cpu, use.computed / rates.cpu_beside_fetch)
     fetch = beside + (use.fetched - beside * rates.fetch_beside_cpu) / rates.fetch
     cpu = beside + (use.computed - beside * rates.cpu_beside_fetch) / rates.cpu
     bus_level = corrected_level(rates.fetch / measured.fetch, fetch, use.fetch_seconds)
     cpu_level = corrected_level(rates.cpu / measured.cpu, cpu, use.cpu_seconds)
+    if use.cpu_seconds < LEAST_SECONDS <= use.fetch_seconds:
+        cpu_level = _probed(cpu_level)
+    if use.fetch_seconds < LEAST_SECONDS <= use.cpu_seconds:
+        bus_level = _probed(bus_level)
     return LaneRates(
         fetch=measured.fetch * bus_level,
         cpu=measured.cpu * cpu_level,
@@ -65,5 +74,9 @@ def corrected_level(level: float, expected: float, seconds: float) -> float:
     off = expected / seconds
     if 1 / _TOLERANCE <= off <= _TOLERANCE:
         return level
-    damped = np.clip(off, 1 / _TWICE, _TWICE) ** (1 - _DAMPING)
-    return float(np.clip(level * off / damped, 1 / _MOST, _MOST))
+    step = np.clip(off**_DAMPING, 1 / _MOST_AT_ONCE, _MOST_AT_ONCE)
+    return float(np.clip(level * step, 1 / _MOST, _MOST))
+
+
+def _probed(level: float) -> float:
+    return max(level, min(level * _PROBING, 1.0))

@@ -63,10 +63,12 @@ def plan_slots(
 def _fill(layers: Sequence[LayerShape], budget_bytes: int) -> list[int]:
     one_each = sum(layer.expert_bytes for layer in layers)
     if budget_bytes < one_each:
+        # In one unit, but for what would be nothing in the other's.
+        needed = amount(one_each, like=budget_bytes if one_each < 1000 * budget_bytes else None)
         raise MemoryShortError(
             f"{amount(budget_bytes)} for slots do not hold one expert for each of "
-            f"{len(layers)} layers, which needs {amount(one_each, like=budget_bytes)}: give them "
-            f"at least gpu_memory_gib={gib_for(one_each)}, or use mode='cpu', which needs no slots"
+            f"{len(layers)} layers, which needs {needed}: the slots alone need at least "
+            f"gpu_memory_gib={gib_for(one_each)}; or use mode='cpu', which needs no slots"
         )
     slots = [0 for _ in layers]
     left = budget_bytes
