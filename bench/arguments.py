@@ -7,18 +7,25 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from bench.common import read
+
+T = TypeVar("T")
 
 
 def words(text: str) -> list[str]:
     """``a,b`` as a list, in which nothing is twice."""
-    return _once([word.strip() for word in text.split(",") if word.strip()])
+    return _once(_split(text))
 
 
-def _once(given: list[str]) -> list[str]:
-    if twice := [word for word in dict.fromkeys(given) if given.count(word) > 1]:
-        raise argparse.ArgumentTypeError(f"{', '.join(twice)}: given more than once")
+def _split(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _once(given: list[T]) -> list[T]:
+    if twice := [each for each in dict.fromkeys(given) if given.count(each) > 1]:
+        raise argparse.ArgumentTypeError(f"{', '.join(map(str, twice))}: given more than once")
     return given
 
 
@@ -34,10 +41,10 @@ def known(text: str, names: Sequence[str]) -> list[str]:
 
 def numbers(text: str) -> list[int]:
     """``1,8,32`` as a list of numbers from 1 up."""
-    given = words(text)
+    given = _split(text)
     if not given or not all(word.isdecimal() and int(word) > 0 for word in given):
         raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 up, like 1,8,32")
-    return [int(word) for word in _once([str(int(word)) for word in given])]
+    return _once([int(word) for word in given])
 
 
 def number(text: str) -> int:

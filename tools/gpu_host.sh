@@ -207,16 +207,20 @@ resident() {
     --batches 1,8,32 --routing uniform
 }
 together() {
-  local gpu=0 set cpus=$(($(nproc) / GPUS))
+  local gpu=0 set cpus=$(($(nproc) / GPUS)) started=() process status=0
   for set in fp8 modes resident; do
     (
       taskset --cpu-list --pid "$((gpu * cpus))-$((gpu * cpus + cpus - 1))" "$BASHPID" > /dev/null
       export CUDA_VISIBLE_DEVICES=$gpu
       TURNS=3 $set
     ) &
+    started+=($!)
     gpu=$(((gpu + 1) % GPUS))
   done
-  wait
+  for process in "${started[@]}"; do
+    wait "$process" || status=1
+  done
+  return $status
 }
 serve() { engines serve serve --contestants auto; }
 load() { engines load load --contestants cache,vllm-gpu; }

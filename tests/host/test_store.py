@@ -230,12 +230,18 @@ class Held(Registry):
         assert self.go.wait(10)
 
 
-def test_blocks_whose_tensors_are_gone_are_left_out() -> None:
+def held_at_its_first_block() -> tuple[Held, HostStore, list[dict[str, torch.Tensor]]]:
+    """A store of four layers that is being made ready."""
     registry = Held()
     store = registry.store()
     layers = [store.allocate(spec().layout, 4) for _ in range(4)]
     store.prepare()
     assert registry.came.wait(10)
+    return registry, store, layers
+
+
+def test_blocks_whose_tensors_are_gone_are_left_out() -> None:
+    registry, store, layers = held_at_its_first_block()
     kept = layers[3]
     layers.clear()
     gc.collect()
@@ -247,11 +253,7 @@ def test_blocks_whose_tensors_are_gone_are_left_out() -> None:
 
 
 def test_what_is_given_up_is_not_made_ready() -> None:
-    registry = Held()
-    store = registry.store()
-    layers = [store.allocate(spec().layout, 4) for _ in range(4)]
-    store.prepare()
-    assert registry.came.wait(10)
+    registry, store, layers = held_at_its_first_block()
     store.close()
     for layer in layers:
         with pytest.raises(OffloadError, match="given up"):

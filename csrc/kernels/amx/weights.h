@@ -8,6 +8,7 @@
 #include "kernels/amx/tiles.h"
 #include "kernels/formats/bf16_pairs.h"
 #include "kernels/formats/bytes.h"
+#include "kernels/formats/numbers.h"
 
 namespace {
 
@@ -41,22 +42,6 @@ struct Int8Tiles : Bytes<moe::Format::kInt8>, NaturalColumns {
   }
 };
 
-// What the codes of e4m3 without their sign stand for.
-struct alignas(64) E4m3Magnitudes {
-  float value[128];
-};
-constexpr E4m3Magnitudes e4m3_magnitudes() {
-  E4m3Magnitudes magnitudes{};
-  float unit = 1.0f / 512.0f;  // of the last bit
-  for (int code = 0; code < 128; ++code) {
-    const int exponent = code >> 3;
-    if (exponent > 1 && code % 8 == 0) unit *= 2.0f;
-    magnitudes.value[code] = unit * static_cast<float>(exponent == 0 ? code : 8 + code % 8);
-  }
-  return magnitudes;
-}
-constexpr E4m3Magnitudes kE4m3Magnitudes = e4m3_magnitudes();
-
 struct alignas(64) ByteIndices {
   uint8_t index[64];
 };
@@ -87,7 +72,7 @@ struct Fp8Tiles : Bytes<moe::Format::kFp8>, NaturalColumns {
       for (int half = 0; half < 2; ++half) {
         __m512i words[2];
         for (int i = 0; i < 2; ++i) {
-          const float* from = kE4m3Magnitudes.value + 64 * half + 32 * i;
+          const float* from = kE4m3Numbers.of + 64 * half + 32 * i;  // those without a sign
           words[i] = (__m512i)_mm512_cvtne2ps_pbh(V::mul(V::load(from + 16), V::set(with)),
                                                   V::mul(V::load(from), V::set(with)));
         }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "kernels/formats/nibble_rows.h"
+#include "kernels/formats/numbers.h"
 
 namespace {
 
@@ -96,28 +97,12 @@ struct NibbleFloats : F {
   }
 };
 
-// Numbers by their codes. Read from here they are operands of vector instructions; converted, each
-// would take two of those.
-struct Numbers {
-  float of[256];
-};
 constexpr Numbers power_numbers() {
   Numbers numbers{};
   for (uint32_t i = 0; i < 256; ++i) numbers.of[i] = __builtin_bit_cast(float, i << 23);
   return numbers;
 }
-constexpr Numbers e4m3_numbers() {
-  Numbers numbers{};
-  for (int i = 0; i < 256; ++i) {
-    const int exponent = i >> 3 & 0xf;
-    const auto mantissa = static_cast<float>(exponent == 0 ? i & 7 : (i & 7) + 8);
-    const auto power = static_cast<uint32_t>(127 - 10 + (exponent == 0 ? 1 : exponent)) << 23;
-    numbers.of[i] = (i < 128 ? mantissa : -mantissa) * __builtin_bit_cast(float, power);
-  }
-  return numbers;
-}
 constexpr Numbers kPowers = power_numbers();
-constexpr Numbers kE4m3Numbers = e4m3_numbers();
 constexpr float kIntegers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // A table for all 32 columns.

@@ -35,16 +35,14 @@ def fill_dummy(tensors: Mapping[str, torch.Tensor], device: str, seed: int) -> N
         drawn.uniform_(-limit, limit, generator=generator)
         target.copy_(drawn.abs() if is_scale else drawn)
 
-    def experts_at_once(tensor: torch.Tensor) -> int:
+    jobs = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        if not tensor.is_floating_point():
+            continue
         of_one = tensor.numel() // max(tensor.shape[0], 1)
-        return 1 if device == "cpu" else max(_DEVICE_NUMBERS // max(of_one, 1), 1)
-
-    jobs = [
-        (number * tensor.shape[0] + begin, name, begin, begin + experts_at_once(tensor))
-        for number, (name, tensor) in enumerate(tensors.items())
-        if tensor.is_floating_point()
-        for begin in range(0, tensor.shape[0], experts_at_once(tensor))
-    ]
+        at_once = 1 if device == "cpu" else max(_DEVICE_NUMBERS // max(of_one, 1), 1)
+        for begin in range(0, tensor.shape[0], at_once):
+            jobs.append((number * tensor.shape[0] + begin, name, begin, begin + at_once))
     if device == "cpu":
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(fill, jobs))

@@ -131,20 +131,19 @@ def refuse_whole_weights(worker: Any, reason: str) -> None:
     By the worker, or by the model's own loader, which a trainer calls: parameters stand for slots
     or buffers then, of which several share one. reason: why they do, in the words of the error.
     """
-    for names, what, instead in (
-        (_RELOADING, "loaded again", "restart the engine"),
-        (_SAVING, "saved or summed up", "do so without moe_offload"),
+    for owner, names, what, instead in (
+        (worker, _RELOADING, "loaded again", "restart the engine"),
+        (worker.get_model(), ("load_weights",), "loaded again", "restart the engine"),
+        (worker, _SAVING, "saved or summed up", "do so without moe_offload"),
     ):
         for name in names:
-            if hasattr(worker, name):
-                setattr(worker, name, functools.partial(_refuse, name, what, reason, instead))
-    worker.get_model().load_weights = functools.partial(
-        _refuse, "load_weights", "loaded again", reason, "restart the engine"
-    )
+            if hasattr(owner, name):
+                message = f"moe_offload: {name}: weights cannot be {what} {reason}: {instead}"
+                setattr(owner, name, functools.partial(_refuse, message))
 
 
-def _refuse(name: str, what: str, reason: str, instead: str, *args: Any, **kwargs: Any) -> None:
-    raise UnsupportedError(f"moe_offload: {name}: weights cannot be {what} {reason}: {instead}")
+def _refuse(message: str, *args: Any, **kwargs: Any) -> None:
+    raise UnsupportedError(message)
 
 
 def refuse_settings(config: OffloadConfig) -> None:
