@@ -187,3 +187,14 @@ def test_rows_that_overflow_fp16_are_made_smaller(
     else:
         with pytest.raises(SelfCheckError, match="by inf of the norm"):
             check(engine, 3, 2, format_, enlarge, of_slots)
+
+
+def test_norms_that_overflow_float32_hide_no_fault(engine: CpuExpertEngine) -> None:
+    """Their quotient would be NaN."""
+    spec, host = made(Format.BF16)
+    host["w2_weight"] *= 1e25
+    check_between(engine, spec, host, host, 2)
+    wrong = {name: tensor.clone() for name, tensor in host.items()}
+    wrong["w2_weight"][3] *= -1
+    with pytest.raises(SelfCheckError, match=r"by \d\.\de[+-]\d\d of the norm"):
+        check_between(engine, spec, wrong, host, 2)
