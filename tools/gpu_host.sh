@@ -12,8 +12,9 @@
 #
 # Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the three), alone (tests
 # that count the whole GPU's memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
-# the path); decode, modes, pingpong, prefill, fp8, resident, serve, load; together (fp8, modes and
-# resident: all their engines start at once, on the GPUs in turn, and then one measures after another).
+# the path); decode, modes, pingpong, prefill, fp8, resident, serve, load; together (sets of these that
+# TOGETHER names, by default fp8, modes and resident: all their engines start at once, on the GPUs in
+# turn, and then one measures after another).
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
@@ -207,12 +208,13 @@ resident() {
     --batches 1,8,32 --routing uniform
 }
 together() {
-  local gpu=0 set cpus=$(($(nproc) / GPUS)) started=() process status=0
-  for set in fp8 modes resident; do
+  local gpu=0 set cpus=$(($(nproc) / GPUS)) started=() process status=0 sets
+  read -ra sets <<< "${TOGETHER:-fp8 modes resident}"
+  for set in "${sets[@]}"; do
     (
       taskset --cpu-list --pid "$((gpu * cpus))-$((gpu * cpus + cpus - 1))" "$BASHPID" > /dev/null
       export CUDA_VISIBLE_DEVICES=$gpu
-      TURNS=3 $set
+      TURNS=${#sets[@]} $set
     ) &
     started+=($!)
     gpu=$(((gpu + 1) % GPUS))
