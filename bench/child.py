@@ -23,8 +23,9 @@ _GIB = 2**30
 ROUTING_VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
 PROMPT = 16  # tokens before the steps that decode.py times
 REPEATS = 7
-# A repeat is the mean of up to so many steps, after up to so many that fill caches.
-_CHUNK, _WARM = 16, 64
+# A repeat is the mean of up to so many steps, after up to so many that fill caches. Stock's take
+# two milliseconds: fewer of these last no longer than what disturbs them.
+_CHUNK, _WARM = 64, 64
 # An engine that started beside others has measured its rates beside them. Serving corrects these,
 # at most every two seconds and by the root of what they are off: so long at once, so often at most.
 _SETTLE_SECONDS, _SETTLE_TURNS = 3.0, 6

@@ -3,7 +3,7 @@
     python -m bench.decode --layers 24 --batches 1,8,32 --routing uniform,local --json FILE
 
 The same method for every contestant: a batch is prefilled in one step, caches are filled by up to
-64 steps, then seven times the mean of up to 16 steps is taken (of ``--routing switching`` of as
+64 steps, then seven times the mean of up to 64 steps is taken (of ``--routing switching`` of as
 many under each simulated routing, one after the other). ``--tokens 512,4096`` measures prefills
 too, as `bench.prefill` does, in the same engines: starting them takes most of the time.
 """

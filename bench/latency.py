@@ -30,7 +30,7 @@ def _engine(cells: list[Cell], chunk: int, eager: bool) -> dict[str, Any]:
     tokens = max((cell.tokens for cell in cells if cell.tokens is not None), default=0)
     most = max(batches, default=1)
     engine = {
-        "max_model_len": max(512 if batches else 0, tokens + _REST),
+        "max_model_len": max(1024 if batches else 0, tokens + _REST),
         "max_num_seqs": most,
         "max_num_batched_tokens": max(
             1024 if batches else 0, PROMPT * most, min(tokens, chunk) if tokens else 0
