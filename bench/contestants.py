@@ -51,7 +51,7 @@ def make(name: str, shape: Shape, slots: int) -> Contestant:
 
 def experts_on_gpu(shape: Shape, slots: int) -> int:
     """Experts of all layers that ours have memory for on the GPU, in slots and buffers."""
-    buffers = 2 * stream_experts(shape.experts)
+    buffers = 2 * stream_experts(shape.experts, shape.expert_bytes)
     return min(slots * shape.layers + buffers, shape.experts * shape.layers)
 
 

@@ -11,7 +11,7 @@
 #   ONLY='stream|delays' tools/gpu_host.sh out 560 tests
 #
 # Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the three), alone (tests
-# that count the whole GPU's memory); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
+# that count the whole GPU's memory, or measure its bus); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
 # the path); decode, modes, pingpong, prefill, fp8, resident, serve, load; together (sets of these that
 # TOGETHER names, by default fp8, modes and resident: all their engines start at once, on the GPUs in
 # turn, and then one measures after another).
@@ -107,9 +107,11 @@ tests() {
         "$PYTEST tests/gpu/test_sameness.py -k $name"
     done
   done
-  for name in captured pingpong prefetch; do
+  for name in captured pingpong; do
     echo "$name $PYTEST tests/gpu/test_$name.py"
   done
+  echo "prefetch-stock $PYTEST tests/gpu/test_prefetch.py -k 'not late and not noticed'"
+  echo "prefetch-late $PYTEST tests/gpu/test_prefetch.py -k 'late or noticed'"
   for name in qwen3_moe mixtral deepseek_v2 olmoe demo; do
     echo "architectures-$name $PYTEST tests/gpu/test_architectures.py -k $name"
   done
@@ -117,7 +119,7 @@ tests() {
     echo "stream-$name $PYTEST tests/gpu/test_stream.py -k 'further and $name'"
   done
   echo "stream $PYTEST tests/gpu/test_stream.py -k 'not further'"
-  for name in watchdog correction delays layer; do
+  for name in watchdog delays layer; do
     echo "$name $PYTEST tests/gpu/test_$name.py"
   done
   echo "device $PYTEST tests/device tests/lanes"
@@ -133,6 +135,7 @@ alone() {
   for runner in 0 1; do
     echo "sizes-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner $PYTEST tests/gpu/test_sizes.py"
   done
+  echo "correction $PYTEST tests/gpu/test_correction.py"
 }
 
 # One such line; SLOT is which of the processes it is that run at once.

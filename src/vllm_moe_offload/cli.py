@@ -48,7 +48,11 @@ def demo(
         int | None, typer.Option(min=1, help="Experts each layer keeps; a quarter by default.")
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="cache; or without slots: stream, every expert copied, or cpu.")
+        str,
+        typer.Option(
+            help="cache; or without slots: stream, every expert copied, or cpu. On a GPU also "
+            "auto and hybrid, in which the CPU computes some of the missing experts."
+        ),
     ] = "cache",
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = demonstration.MODEL,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate a prompt.")] = 80,

@@ -19,8 +19,9 @@ SHARES = [0.01, 0.2, 0.5, 0.99]
 
 
 def ours(shape: Shape, slots: int) -> int:
-    """Experts in slots, and two times an eighth of a layer's in the buffers."""
-    buffers = 2 * math.ceil(shape.experts / 8)
+    """Experts in slots, and two times an eighth of a layer's in the buffers, or 256 MiB of them."""
+    eighth, small = math.ceil(shape.experts / 8), 2**28 // shape.expert_bytes
+    buffers = 2 * min(shape.experts, max(eighth, small))
     return min(slots * shape.layers + buffers, shape.experts * shape.layers)
 
 
@@ -63,7 +64,7 @@ def test_prefetch_keeps_at_least_as_much(shape: Shape, share: float) -> None:
 
 
 def test_prefetch_of_a_fifth_of_24_layers_keeps_five_and_a_buffer() -> None:
-    assert ours(QWEN, 26) / QWEN.experts == 5.125
+    assert ours(QWEN, 26) / QWEN.experts == 5.3125
     assert prefetch_layers(QWEN, prefetch_arguments(QWEN, 26)) == 6
 
 

@@ -55,11 +55,23 @@ def test_a_run_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() < session._ends - 15
 
 
-def test_runs_without_a_folder_are_refused(tmp_path: Path) -> None:
+def parsed(*arguments: str) -> Namespace:
     parser = ArgumentParser()
     runner.arguments(parser)
+    return parser.parse_args(["--eager", *arguments])
+
+
+def test_runs_without_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--runs 2: they share the folder of --turns"):
-        Session("decode", parser.parse_args(["--runs", "2"]), tmp_path)
+        Session("decode", parsed("--runs", "2"), tmp_path)
+
+
+def test_graphs_without_a_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = parsed()
+    options.eager = False
+    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no GPU here: give --eager, and a small model"):
+        Session("decode", options, tmp_path)
 
 
 def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
@@ -71,8 +83,6 @@ def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
     )
     engine.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(engine))
-    parser = ArgumentParser()
-    runner.arguments(parser)
 
     def ask() -> None:
         until = time.monotonic() + 20
@@ -84,7 +94,7 @@ def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(KeyboardInterrupt), runner.session("decode", parser.parse_args([])) as s:
+        with pytest.raises(KeyboardInterrupt), runner.session("decode", parsed()) as s:
             s.prepare(2)
             Thread(target=ask).start()
             s.figures("vllm-gpu", [Cell("uniform", batch=1)], {})
@@ -108,7 +118,5 @@ def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
 )
 def test_a_folder_that_says_no_shape_is_refused(config: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
-    parser = ArgumentParser()
-    runner.arguments(parser)
     with pytest.raises(SystemExit, match=f"--model {tmp_path}: .*{message}"):
-        Session("decode", parser.parse_args(["--model", str(tmp_path)]), tmp_path)
+        Session("decode", parsed("--model", str(tmp_path)), tmp_path)

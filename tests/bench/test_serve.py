@@ -46,7 +46,7 @@ def test_a_server_that_ends_is_a_row_of_every_figure(
 
     monkeypatch.setattr(serve, "server", ended)
     model = ROOT / "models" / "demo-moe"
-    words = f"serve --model {model} --contestants vllm-gpu --json {tmp_path / 'rows.json'}"
+    words = f"serve --eager --model {model} --contestants vllm-gpu --json {tmp_path / 'rows.json'}"
     monkeypatch.setattr(sys, "argv", words.split())
     serve.main()
     rows = read(tmp_path / "rows.json")

@@ -15,6 +15,7 @@ from vllm_moe_offload.experts import ExpertLayout, TensorSpec
 from vllm_moe_offload.host.store import HostStore
 
 Pairs = list[tuple[int, int]]
+FASTEST_BUS = 140e9  # bytes a second: no bus of 16 lanes reads host memory as fast
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8]
 SHAPES = [(), (1,), (3,), (16,), (7, 5), (8, 12), (130, 3)]
 LAYOUTS = {
@@ -195,8 +196,8 @@ def test_it_says_how_long_it_was_busy() -> None:
     watch.stop()
     seconds = (int(fetch.busy_ns) - before) / 1e9
     assert 0 < seconds <= watch.seconds()
-    if not INTERPRETED:
-        assert seconds >= 0.8 * watch.seconds()
+    if not INTERPRETED:  # others may use the GPU, so no share of the time that has passed
+        assert seconds >= 3 * host["w"][:4].nbytes / FASTEST_BUS
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it starts")

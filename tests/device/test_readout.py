@@ -29,6 +29,8 @@ def test_a_busy_stream_is_not_waited_for() -> None:
     counted = torch.tensor([7], device="cuda")
     torch.cuda.synchronize()
     readout.read([counted])  # allocates
+    counted += 0  # a kernel that is loaded waits for what runs
+    torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
     counted += 1
     began = time.perf_counter()

@@ -86,7 +86,7 @@ def soak(kind: str, seconds: float, options: argparse.Namespace) -> None:
             quantised,
             dtype="bfloat16",
             enforce_eager=not options.captured,
-            gpu_memory_utilization=0.25,
+            gpu_memory_utilization=0.5,  # less what others take while this engine starts
             kv_cache_memory_bytes=1 << 30,
             max_num_batched_tokens=MAX_ROWS,
             **moe_offload_args(mode=mode, **sized),

@@ -109,7 +109,7 @@ def test_the_thread_reports_every_interval_until_it_is_closed(
     time.sleep(0.1)
     assert len(said) == count >= 3
     assert said[0].startswith("moe_offload: 3 steps, ") and said[1].startswith(
-        "moe_offload: 1 steps, "
+        "moe_offload: 1 step, "
     )
 
 
@@ -122,14 +122,17 @@ def test_an_interval_without_a_step_is_not_worth_a_line(tmp_path: Path, said: li
 
 def test_the_line_says_hits_lanes_and_how_near_the_floor() -> None:
     since = Totals(
-        steps=100, streamed_steps=2, hits=30, misses=10, bytes_fetched=2 * 10**9,
-        bytes_cpu=3 * 10**9, bytes_streamed=4 * 10**9, decode_seconds=2.0, floor_seconds=1.5,
+        steps=100, streamed_steps=2, hits=30, misses=10, bytes_fetched=2 << 30,
+        bytes_cpu=3 << 20, bytes_streamed=4 << 30, decode_seconds=2.0, floor_seconds=1.5,
     )  # fmt: skip
     assert line(since) == (
-        "100 steps, 75.0% of the used experts in slots, 2.00 GB fetched, 3.00 GB on the CPU, "
-        "4.00 GB streamed in 2 steps, decode at 75% of its floor"
+        "100 steps, 75.0% of the used experts in slots, 2.00 GiB fetched, 3.0 MiB on the CPU, "
+        "4.00 GiB streamed in 2 steps, decode at 75% of its floor"
     )
-    assert "floor" not in line(Totals(steps=1, decode_seconds=1.0)), "no rates were measured"
+    one = line(Totals(steps=1, streamed_steps=1, decode_seconds=1.0))
+    assert one == "1 step, 0.0 KiB fetched, 0.0 KiB on the CPU, 0.0 KiB streamed in 1 step", (
+        "no expert was used, no rates were measured"
+    )
 
 
 def test_the_clock_leaves_idle_times_and_large_steps_out() -> None:

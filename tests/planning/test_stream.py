@@ -11,6 +11,7 @@ from vllm_moe_offload.planning import (
     LayerShape,
     plan_slots,
     plan_with_buffers,
+    stream_experts,
     stream_threshold,
 )
 
@@ -42,6 +43,32 @@ def test_thresholds_of_known_models() -> None:
     assert stream_threshold(512, 10, **measured) == 55
     assert stream_threshold(4, 4, **measured) == 0
     assert stream_threshold(128, 8, waves_seconds=1.0, stream_seconds=1.0) is None
+
+
+def test_buffers_of_known_models() -> None:
+    """Qwen3-30B-A3B in bf16, FP8 and INT4, DeepSeek-V3 in FP8; the first with little memory."""
+    small, gib = 9437184, 2**30
+    assert stream_experts(128, small) == stream_experts(128, small, 24 * gib) == 28
+    assert stream_experts(128, small // 2) == 56
+    assert stream_experts(128, small // 4) == 113
+    assert stream_experts(32, small // 4) == 32
+    assert stream_experts(256, 44040192) == 32
+    assert [stream_experts(128, small, n * gib) for n in (5, 4, 3, 2, 0)] == [28, 22, 17, 16, 16]
+
+
+@given(
+    num_experts=st.integers(1, 512),
+    expert_bytes=st.integers(1, 1 << 30),
+    budget=st.integers(0, 1 << 40),
+)
+def test_larger_buffers_are_small_beside_the_slots(
+    num_experts: int, expert_bytes: int, budget: int
+) -> None:
+    eighth = -(-num_experts // 8)
+    count = stream_experts(num_experts, expert_bytes, budget)
+    assert eighth <= count <= min(num_experts, stream_experts(num_experts, expert_bytes))
+    if count > eighth:
+        assert count * expert_bytes <= 1 << 28 and 20 * count * expert_bytes <= budget
 
 
 @given(

@@ -59,7 +59,8 @@ def copy_all_experts_to_gpu(src: torch.Tensor, dst: torch.Tensor) -> None:
             f"src is {tuple(src.shape)} of {src.dtype} and dst {tuple(dst.shape)} of {dst.dtype}: "
             "give tensors of one shape and dtype"
         )
-    if dst.is_cuda and not (src.is_cuda or src.is_pinned()):
+    # CUDA registers no memory of no bytes.
+    if dst.is_cuda and src.numel() and not (src.is_cuda or src.is_pinned()):
         raise ValueError(
             "src is in memory that the GPU does not read: take create_cpu_mapped_tensor for it"
         )

@@ -29,6 +29,8 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 from vllm.logger import init_logger
 
+from vllm_moe_offload.amounts import amount
+
 logger = init_logger(f"vllm.{__name__}")
 
 # Not one of vLLM's by its name: those are part of the key of compiled graphs, and this is another
@@ -37,7 +39,6 @@ FOLDER_VARIABLE = "MOE_OFFLOAD_METRICS_DIR"
 _PREFIX = "vllm_moe_offload"
 # Engines of one process have a number each.
 _numbers = itertools.count()
-_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -188,17 +189,21 @@ class Reporter:
 def line(since: Totals) -> str:
     """What was done in an interval, in words."""
     used = since.hits + since.misses
-    words = [f"{since.steps} steps"]
+    words = [_steps(since.steps)]
     if used:
         words.append(f"{100 * since.hits / used:.1f}% of the used experts in slots")
     words.append(
-        f"{since.bytes_fetched / _GB:.2f} GB fetched, {since.bytes_cpu / _GB:.2f} GB on the CPU, "
-        f"{since.bytes_streamed / _GB:.2f} GB streamed in {since.streamed_steps} steps"
+        f"{amount(since.bytes_fetched)} fetched, {amount(since.bytes_cpu)} on the CPU, "
+        f"{amount(since.bytes_streamed)} streamed in {_steps(since.streamed_steps)}"
     )
     if since.floor_seconds and since.decode_seconds:
         share = 100 * since.floor_seconds / since.decode_seconds
         words.append(f"decode at {share:.0f}% of its floor")
     return ", ".join(words)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 class FolderCollector(Collector):

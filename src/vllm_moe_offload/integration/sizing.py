@@ -108,7 +108,7 @@ class Sizing:
                 [*shapes, *[largest] * more],
                 slots_per_layer=slots if isinstance(slots, int) else None,
                 budget_bytes=budget,
-                buffer_bytes=self._wanted_buffers(modules, taken),
+                buffer_bytes=self._wanted_buffers(modules, shapes, taken, budget),
                 is_wanted=is_wanted,
             )
         except MemoryShortError as error:
@@ -196,7 +196,13 @@ class Sizing:
             )
         return Sizes((0,) * len(modules), buffers, needs)
 
-    def _wanted_buffers(self, modules: list[OffloadedRoutedExperts], taken: Taken) -> int:
+    def _wanted_buffers(
+        self,
+        modules: list[OffloadedRoutedExperts],
+        shapes: list[LayerShape],
+        taken: Taken,
+        budget: int,
+    ) -> int:
         """Bytes of two buffers for any of these layers; 0 where none are to be made.
 
         Layers that come later (those of a draft model) take turns in the buffers there are.
@@ -205,12 +211,17 @@ class Sizing:
         if taken.buffer_bytes or threshold == "off":
             return 0
         asked = self._asked_experts(modules)
-        if threshold == "auto" and current_platform.is_cpu():
-            return 0  # a copy from memory to memory runs beside nothing
-        counts = [module.moe_config.num_experts for module in modules]
-        return _buffers_for(
-            modules, [stream_experts(n) if asked is None else min(asked, n) for n in counts]
-        )
+        if current_platform.is_cpu():
+            if threshold == "auto":
+                return 0  # a copy from memory to memory runs beside nothing
+            budget = 0  # nor do launches take time there, which larger buffers would save
+        counts = [
+            min(asked, shape.num_experts)
+            if asked is not None
+            else stream_experts(shape.num_experts, shape.expert_bytes, budget)
+            for shape in shapes
+        ]
+        return _buffers_for(modules, counts)
 
     def _asked_experts(self, modules: list[OffloadedRoutedExperts]) -> int | None:
         """`stream_experts` where it is a number; ConfigError where no layer has so many."""

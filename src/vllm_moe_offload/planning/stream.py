@@ -16,11 +16,23 @@ _SHARE = 2
 # times as long as computing them, so a part is computed while the next one is copied, and what
 # larger buffers would take slots can have.
 _PART = 8
+# Of small experts it holds more, up to so many bytes. To launch a wave takes the host more than a
+# millisecond, in which the bus copies some 60 MB: where the CPU takes half of a layer's experts and
+# waves are an eighth of it, both lanes wait for the launches.
+_BUFFER_BYTES = 256 << 20
+# If both buffers are then no more than one part in so many of the memory for slots and buffers.
+_OF_MEMORY = 10
 
 
-def stream_experts(num_experts: int) -> int:
-    """How many of a layer's experts each of two buffers holds, unless it is said."""
-    return -(-num_experts // _PART)
+def stream_experts(num_experts: int, expert_bytes: int, budget_bytes: int | None = None) -> int:
+    """How many of a layer's experts each of two buffers holds, unless it is said.
+
+    budget_bytes: what slots and buffers may take together; None: enough.
+    """
+    room = _BUFFER_BYTES
+    if budget_bytes is not None:
+        room = min(room, budget_bytes // (2 * _OF_MEMORY))
+    return min(num_experts, max(-(-num_experts // _PART), room // expert_bytes))
 
 
 def stream_threshold(
