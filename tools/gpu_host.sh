@@ -119,7 +119,7 @@ tests() {
     echo "stream-$name $PYTEST tests/gpu/test_stream.py -k 'further and $name'"
   done
   echo "stream $PYTEST tests/gpu/test_stream.py -k 'not further'"
-  for name in watchdog delays layer; do
+  for name in watchdog delays layer server; do
     echo "$name $PYTEST tests/gpu/test_$name.py"
   done
   echo "device $PYTEST tests/device tests/lanes"
