@@ -11,10 +11,10 @@
 #   ONLY='stream|delays' tools/gpu_host.sh out 560 tests
 #
 # Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the three), alone (tests
-# that count the whole GPU's memory, or measure its bus); engine_tests, kernels, scaling, kt (the CPU engine, kt-kernel on
-# the path); decode, modes, pingpong, prefill, fp8, resident, serve, load; together (sets of these that
-# TOGETHER names, by default fp8, modes and resident: all their engines start at once, on the GPUs in
-# turn, and then one measures after another).
+# that count the whole GPU's memory or measure its bus, and memcheck); engine_tests, kernels, scaling,
+# kt (the CPU engine, kt-kernel on the path); decode, modes, pingpong, prefill, fp8, resident, serve,
+# load; together (sets of these that TOGETHER names, by default fp8, modes and resident: all their
+# engines start at once, on the GPUs in turn, and then one measures after another).
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
@@ -136,6 +136,9 @@ alone() {
     echo "sizes-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner $PYTEST tests/gpu/test_sizes.py"
   done
   echo "correction $PYTEST tests/gpu/test_correction.py"
+  for name in "layer.py -k 'bf16 and order'" "captured.py -k 'decoding and hybrid and captured'"; do
+    echo "memcheck-${name%%.*} compute-sanitizer --tool memcheck --error-exitcode 9 $PYTEST tests/gpu/test_$name"
+  done
 }
 
 # One such line; SLOT is which of the processes it is that run at once.
