@@ -102,15 +102,21 @@ struct Product {
   int64_t tokens;
 
   void operator()(int64_t first, int64_t step, int64_t rows, float* out) const {
-    int64_t r = 0;
-    if (tokens > kStreamTokens) {
-      r = in_step<W::kRows>(first, step, rows, out);
-    } else if constexpr (W::kStreamRows > 1) {
-      r = in_step<W::kStreamRows>(first, step, rows, out);
+    if constexpr (requires { W::choose(matrix, []<class>() {}); }) {
+      return W::choose(matrix, [&]<class Case>() {
+        Product<Case>{matrix, expert, k_begin, k_count, x, tokens}(first, step, rows, out);
+      });
+    } else {
+      int64_t r = 0;
+      if (tokens > kStreamTokens) {
+        r = in_step<W::kRows>(first, step, rows, out);
+      } else if constexpr (W::kStreamRows > 1) {
+        r = in_step<W::kStreamRows>(first, step, rows, out);
+      }
+      const int64_t ahead = ahead_bytes(step);
+      for (; r < rows; ++r) over_tokens<1>(first + r * step, step, ahead, out + r);
+      if constexpr (requires { W::has_rests(x[0], k_count); }) add_rests(first, step, rows, out);
     }
-    const int64_t ahead = ahead_bytes(step);
-    for (; r < rows; ++r) over_tokens<1>(first + r * step, step, ahead, out + r);
-    if constexpr (requires { W::has_rests(x[0], k_count); }) add_rests(first, step, rows, out);
   }
 
  private:

@@ -21,7 +21,14 @@ inline __mmask8 groups_there(const NibbleRow& row, int64_t count) {
   return static_cast<__mmask8>((1u << groups) - 1);
 }
 
-// INT4's, which are bf16.
+// INT4's, which are bf16: of one group that has all the columns,
+[[gnu::always_inline]] inline __m512 int4_scale(const NibbleRow& row, int64_t k) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, row.scale + (k >> row.shift) * 2, sizeof bits);
+  return (__m512)_mm512_set1_epi32(static_cast<int32_t>(uint32_t{bits} << 16));
+}
+
+// and of any.
 [[gnu::always_inline]] inline __m512 int4_scales(const NibbleRow& row, int64_t k, int64_t count) {
   // The odd words of floats whose even ones are zero.
   constexpr __mmask32 kHigh = 0xaaaaaaaa;

@@ -237,14 +237,12 @@ constexpr Int4ByteTables int4_byte_tables() {
 constexpr Int4ByteTables kInt4ByteTables = int4_byte_tables();
 
 // Scales are of the activations' dtype, which is bf16 here.
-struct Int4Bytes : Int4Rows<moe::Bf16> {
+struct Int4Narrow : Int4Rows<moe::Bf16> {
   static constexpr float kUnit = 1.0f;
-  // Those of several groups in a step; one group's are the table's.
-  static bool has_zeros(const NibbleRow& row) {
-    return row.zero != nullptr && int64_t{1} << row.shift < kLaneColumns;
-  }
-  [[gnu::always_inline]] static const ByteTable& table(const NibbleRow& row, int64_t k) {
-    return kInt4ByteTables.of_zero[has_zeros(row) ? 0 : zero(row, k >> row.shift)];
+  // Those of several groups in a step.
+  static bool has_zeros(const NibbleRow& row) { return row.zero != nullptr; }
+  static const ByteTable& table(const NibbleRow& row, int64_t) {
+    return kInt4ByteTables.of_zero[has_zeros(row) ? 0 : 8];
   }
   [[gnu::always_inline]] static __m512i zeros(const NibbleRow& row, int64_t k, int64_t count) {
     const __m128i words = int4_zeros(row, k, count);
@@ -253,6 +251,36 @@ struct Int4Bytes : Int4Rows<moe::Bf16> {
   }
   [[gnu::always_inline]] static __m512 scales(const NibbleRow& row, int64_t k, int64_t count) {
     return int4_scales(row, k, count);
+  }
+};
+
+// A step is of one group, whose zero point is the table's.
+template <bool kZeros>
+struct Int4Wide : Int4Rows<moe::Bf16> {
+  static constexpr float kUnit = 1.0f;
+  static constexpr bool has_zeros(const NibbleRow&) { return false; }
+  [[gnu::always_inline]] static const ByteTable& table(const NibbleRow& row, int64_t k) {
+    if constexpr (!kZeros) return kInt4ByteTables.of_zero[8];
+    return kInt4ByteTables
+        .of_zero[static_cast<int>(row.zero[k >> row.shift]) >> row.zero_bits & 0xf];
+  }
+  static __m512i zeros(const NibbleRow&, int64_t, int64_t) { return _mm512_setzero_si512(); }
+  [[gnu::always_inline]] static __m512 scales(const NibbleRow& row, int64_t k, int64_t) {
+    return int4_scale(row, k);
+  }
+};
+
+// Any of these, by what a matrix has: decided for a product, not for each of its steps.
+struct Int4Bytes : Int4Narrow {
+  template <class Do>
+  [[gnu::always_inline]] static void choose(const moe::Matrix& matrix, const Do& with) {
+    if (int64_t{1} << matrix.scale_shift < kLaneColumns) {
+      with.template operator()<NibbleWords<Int4Narrow>>();
+    } else if (matrix.zero != nullptr) {
+      with.template operator()<NibbleWords<Int4Wide<true>>>();
+    } else {
+      with.template operator()<NibbleWords<Int4Wide<false>>>();
+    }
   }
 };
 
