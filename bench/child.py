@@ -29,6 +29,7 @@ _CHUNK, _WARM = 64, 64
 # An engine that started beside others has measured its rates beside them. Serving corrects these,
 # at most every two seconds and by the root of what they are off: so long at once, so often at most.
 _SETTLE_SECONDS, _SETTLE_TURNS = 3.0, 6
+_SETTLE_TOKENS = 16  # at once, which slow steps take seconds for
 
 
 class _Loaded(Exception):
@@ -130,7 +131,7 @@ class Child:
         for _ in range(_SETTLE_TURNS):
             ends = time.perf_counter() + _SETTLE_SECONDS
             while time.perf_counter() < ends:
-                Requests(llm, batch, PROMPT, _CHUNK).finish()
+                Requests(llm, batch, PROMPT, _SETTLE_TOKENS).finish()
             before, corrections = corrections, self._stats(llm)["rate_corrections"]
             if corrections == before:
                 break

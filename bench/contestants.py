@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.models import Shape
-from vllm_moe_offload.planning import stream_experts
+from vllm_moe_offload.planning import are_small, larger_stream_experts, stream_experts
 
 OURS = ("auto", "hybrid", "cache", "cpu", "stream")
 STOCK = ("vllm-gpu", "vllm-uva", "vllm-prefetch")
@@ -51,8 +51,11 @@ def make(name: str, shape: Shape, slots: int) -> Contestant:
 
 def experts_on_gpu(shape: Shape, slots: int) -> int:
     """Experts of all layers that ours have memory for on the GPU, in slots and buffers."""
-    buffers = 2 * stream_experts(shape.experts, shape.expert_bytes)
-    return min(slots * shape.layers + buffers, shape.experts * shape.layers)
+    in_slots = slots * shape.layers
+    buffers = 2 * larger_stream_experts(shape.experts, shape.expert_bytes)
+    if not are_small(buffers, in_slots):
+        buffers = 2 * stream_experts(shape.experts)
+    return min(in_slots + buffers, shape.experts * shape.layers)
 
 
 def uva_arguments(shape: Shape, slots: int) -> dict[str, Any]:

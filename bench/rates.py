@@ -3,14 +3,12 @@
     python -m bench.rates --json FILE
 
 Each figure is the median of timed windows. `h2d` copies pieces of the size of an expert from pinned
-memory; `read` is the CPU engine's own reading, which fetches ahead as its kernels do, so that they
-are not faster than what they are held against; `gpu_read` sums GPU memory.
+memory; `read` has every CPU of the process read its own memory; `gpu_read` sums GPU memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import subprocess
@@ -18,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bench.arguments import number, rows_file
@@ -35,7 +32,7 @@ def measure(
 ) -> dict[str, Any]:
     """Metric -> its repeats in GB/s, or a text that says why there are none.
 
-    In a process of its own, whose engine has no part in what is compared.
+    In a process of its own: NumPy's BLAS must run on the threads that are given it, and no other.
     `cpus`: the processors it may use, all of this process's by default.
     """
     order = json.dumps([piece, seconds, max(repeats, MIN_REPEATS)])
@@ -44,6 +41,7 @@ def measure(
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         preexec_fn=(lambda: os.sched_setaffinity(0, cpus)) if cpus else None,
     )
     if done.returncode:
@@ -63,41 +61,45 @@ def rows(run: Run, figures: dict[str, Any], **common: Any) -> list[Row]:
     return made
 
 
-class Reader:
-    """Reads memory with the threads of a CPU engine, over and over.
-
-    `megabytes_each`: so much for each of them, beyond what the caches hold of it.
-    """
+class Readers:
+    """One thread a CPU of this process, each with memory of its own to read."""
 
     def __init__(self, megabytes_each: int = 256) -> None:
-        import torch
-
-        from vllm_moe_offload.engine import CpuExpertEngine
-
-        self.read = 0
-        self._engine = CpuExpertEngine()
-        # Written by all threads of torch: the memory is where they are.
-        self._pieces = torch.ones(self._engine.threads, megabytes_each << 20, dtype=torch.uint8)
+        self.read = [0] * len(os.sched_getaffinity(0))
+        self._numbers = megabytes_each * 2**20 // 4
 
     def run(self, windows: Callable[[], list[float]]) -> list[float]:
-        """`windows()` while it reads; what that returns."""
+        """`windows()` while every thread reads; what it returns."""
         stop = threading.Event()
+        ready = threading.Barrier(len(self.read) + 1)
+        threads = [
+            threading.Thread(target=self._read, args=(index, cpu, ready, stop))
+            for index, cpu in enumerate(sorted(os.sched_getaffinity(0)))
+        ]
+        for thread in threads:
+            thread.start()
+        ready.wait()
+        try:
+            return windows()
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
 
-        def reading() -> None:
-            for piece in itertools.cycle(self._pieces):
-                self._engine.read_gb_per_s(piece)  # without Python's lock
-                self.read += piece.nbytes
+    def _read(self, index: int, cpu: int, ready: threading.Barrier, stop: threading.Event) -> None:
+        import numpy as np
+
+        os.sched_setaffinity(0, {cpu})  # of this thread: so the memory is on its node
+        memory = np.ones(self._numbers, np.float32)
+        piece = 1 << 20
+        ready.wait()
+        while not stop.is_set():
+            for start in range(0, len(memory), piece):
+                part = memory[start : start + piece]
+                np.dot(part, part)  # one read of memory; NumPy leaves the lock
+                self.read[index] += part.nbytes
                 if stop.is_set():
-                    return
-
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(reading)
-            try:
-                rates = windows()
-            finally:
-                stop.set()
-            done.result()
-        return rates
+                    break
 
 
 class Copies:
@@ -125,15 +127,15 @@ class Copies:
 
 
 def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
-    reader = Reader()
+    readers = Readers()
 
     def windows(work: Callable[[], int], counts_reads: bool) -> list[float]:
         rates = []
         for _ in range(repeats + 1):
-            before, began = reader.read, time.perf_counter()
+            before, began = sum(readers.read), time.perf_counter()
             moved = work()
             elapsed = time.perf_counter() - began
-            moved += reader.read - before if counts_reads else 0
+            moved += sum(readers.read) - before if counts_reads else 0
             rates.append(moved / elapsed / 1e9)
         return rates[1:]
 
@@ -141,7 +143,7 @@ def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
         time.sleep(seconds)
         return 0
 
-    out: dict[str, Any] = {"read_gb_per_s": reader.run(lambda: windows(pause, True))}
+    out: dict[str, Any] = {"read_gb_per_s": readers.run(lambda: windows(pause, True))}
     try:
         import torch
 
@@ -152,7 +154,7 @@ def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
         return dict.fromkeys(METRICS, _NO_GPU) | out
     copies = Copies(piece)
     out["h2d_gb_per_s"] = windows(lambda: copies.window(seconds), False)
-    out["both_gb_per_s"] = reader.run(lambda: windows(lambda: copies.window(seconds), True))
+    out["both_gb_per_s"] = readers.run(lambda: windows(lambda: copies.window(seconds), True))
     memory = torch.ones(2**30, dtype=torch.float32, device="cuda")
 
     def sums() -> int:

@@ -49,6 +49,13 @@ for set in "$@"; do
     exit 2
   fi
 done
+read -ra TOGETHER <<< "${TOGETHER:-fp8 modes resident}"
+for set in "${TOGETHER[@]}"; do
+  if [[ " decode modes pingpong prefill fp8 resident " != *" $set "* ]]; then
+    echo "TOGETHER: $set: give some of decode, modes, pingpong, prefill, fp8 and resident" >&2
+    exit 2
+  fi
+done
 mkdir -p "$OUT"
 
 build() {
@@ -214,13 +221,13 @@ resident() {
     --batches 1,8,32 --routing uniform
 }
 together() {
-  local gpu=0 set cpus=$(($(nproc) / GPUS)) started=() process status=0 sets
-  read -ra sets <<< "${TOGETHER:-fp8 modes resident}"
-  for set in "${sets[@]}"; do
+  ((GPUS)) || { echo "together: engines need a GPU, and nvidia-smi lists none" >&2; return 1; }
+  local gpu=0 set cpus=$(($(nproc) / GPUS)) started=() process status=0
+  for set in "${TOGETHER[@]}"; do
     (
       taskset --cpu-list --pid "$((gpu * cpus))-$((gpu * cpus + cpus - 1))" "$BASHPID" > /dev/null
       export CUDA_VISIBLE_DEVICES=$gpu
-      TURNS=${#sets[@]} $set
+      TURNS=${#TOGETHER[@]} $set
     ) &
     started+=($!)
     gpu=$(((gpu + 1) % GPUS))

@@ -133,8 +133,8 @@ class OffloadConfig(BaseModel):
         default="auto",
         description="Experts that each of the two buffers of streamed layers holds: a layer of "
         "more passes in waves. auto: an eighth of a layer's experts, on a GPU more of small ones "
-        "(256 MiB, if both are then at most a tenth of the memory for slots and buffers); all of "
-        "them in the mode stream, which takes no fewer.",
+        "(256 MiB, where both fit and are then at most a tenth of what slots and buffers take); "
+        "all of them in the mode stream, which takes no fewer.",
     )
     cpu_threads: Whole | Auto = Field(
         default="auto",

@@ -63,7 +63,8 @@ class Engine:
 
     def requests(self, _: Any, batch: int, prompt: int, new: int) -> Any:
         self.served.append(batch)
-        return SimpleNamespace(finish=lambda: setattr(self, "seconds", self.seconds + 0.7))
+        steps = 0.7 / 16 * new
+        return SimpleNamespace(finish=lambda: setattr(self, "seconds", self.seconds + steps))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ SHARES = [0.01, 0.2, 0.5, 0.99]
 
 
 def ours(shape: Shape, slots: int) -> int:
-    """Experts in slots, and two times an eighth of a layer's in the buffers, or 256 MiB of them."""
-    eighth, small = math.ceil(shape.experts / 8), 2**28 // shape.expert_bytes
-    buffers = 2 * min(shape.experts, max(eighth, small))
-    return min(slots * shape.layers + buffers, shape.experts * shape.layers)
+    """Experts in slots, and two buffers: an eighth of a layer's, or 256 MiB if that is a tenth."""
+    in_slots = slots * shape.layers
+    buffers = 2 * min(shape.experts, max(math.ceil(shape.experts / 8), 2**28 // shape.expert_bytes))
+    if buffers > (in_slots + buffers) / 10:
+        buffers = 2 * math.ceil(shape.experts / 8)
+    return min(in_slots + buffers, shape.experts * shape.layers)
 
 
 def uva_offloaded(shape: Shape, gib: float) -> float:

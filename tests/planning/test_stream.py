@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.planning import (
     LayerShape,
+    larger_stream_experts,
     plan_slots,
     plan_with_buffers,
     stream_experts,
@@ -46,29 +47,43 @@ def test_thresholds_of_known_models() -> None:
 
 
 def test_buffers_of_known_models() -> None:
-    """Qwen3-30B-A3B in bf16, FP8 and INT4, DeepSeek-V3 in FP8; the first with little memory."""
-    small, gib = 9437184, 2**30
-    assert stream_experts(128, small) == stream_experts(128, small, 24 * gib) == 28
-    assert stream_experts(128, small // 2) == 56
-    assert stream_experts(128, small // 4) == 113
-    assert stream_experts(32, small // 4) == 32
-    assert stream_experts(256, 44040192) == 32
-    assert [stream_experts(128, small, n * gib) for n in (5, 4, 3, 2, 0)] == [28, 22, 17, 16, 16]
+    """Qwen3-30B-A3B in bf16, FP8 and INT4, a model of few experts, DeepSeek-V3 in FP8."""
+    small = 9437184
+    assert stream_experts(128) == 16 and stream_experts(5) == 1
+    assert larger_stream_experts(128, small) == 28
+    assert larger_stream_experts(128, small // 2) == 56
+    assert larger_stream_experts(128, small // 4) == 113
+    assert larger_stream_experts(32, small // 4) == 32
+    assert larger_stream_experts(256, 44040192) == stream_experts(256) == 32
 
 
-@given(
-    num_experts=st.integers(1, 512),
-    expert_bytes=st.integers(1, 1 << 30),
-    budget=st.integers(0, 1 << 40),
+@pytest.mark.parametrize(
+    ("slots", "budget", "buffers"),
+    [
+        (5, 1100, 75),  # 750 in slots: a tenth
+        (4, 1100, 40),  # 600 in slots: more than that
+        (5, 824, 40),  # they do not fit
+        (5, 789, 0),
+        (None, 750, 75),
+        (None, 749, 40),
+        (None, 190, 0),  # an eighth would leave less than half to the slots
+    ],
 )
-def test_larger_buffers_are_small_beside_the_slots(
-    num_experts: int, expert_bytes: int, budget: int
+def test_larger_buffers_are_taken_where_they_are_small_beside_the_slots(
+    slots: int | None, budget: int, buffers: int
 ) -> None:
-    eighth = -(-num_experts // 8)
-    count = stream_experts(num_experts, expert_bytes, budget)
-    assert eighth <= count <= min(num_experts, stream_experts(num_experts, expert_bytes))
-    if count > eighth:
-        assert count * expert_bytes <= 1 << 28 and 20 * count * expert_bytes <= budget
+    found, taken = plan_with_buffers(
+        LAYERS,
+        slots_per_layer=slots,
+        budget_bytes=budget,
+        buffer_bytes=40 if budget > 200 else 100,
+        is_wanted=False,
+        larger_bytes=75,
+    )
+    assert taken == buffers
+    if slots is None:
+        room = budget - buffers
+        assert found == plan_slots(LAYERS, slots_per_layer=None, budget_bytes=room)
 
 
 @given(

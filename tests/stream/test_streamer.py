@@ -230,11 +230,15 @@ def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> Non
             expert_map, out, done = given[3:]
             out.zero_()
             done.fill_(1)
-            self.seconds = 0.002 * int((expert_map >= 0).sum())
+            self.count = int((expert_map >= 0).sum())
             return self
 
         def wait(self, timeout: float) -> float:
-            return self.seconds
+            # Three seconds and ten times what it was expected to take, which is never less than
+            # what it was measured to.
+            assert timeout >= 3.0 + 10 * 2e-4 * self.count - 1e-9
+            assert corrects or timeout == pytest.approx(3.0 + 10 * 2e-4 * self.count)
+            return 0.002 * self.count
 
     tail = CpuTail(TailRates(copy=2e-4, cpu=2e-4, cpu_row=0.0), corrects)
     ids = torch.arange(20, dtype=torch.int32)[:, None]

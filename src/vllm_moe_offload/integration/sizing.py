@@ -17,7 +17,12 @@ from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.host import HostStore
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.reserve import layers_of_experts, reserved_bytes
-from vllm_moe_offload.planning import LayerShape, plan_with_buffers, stream_experts
+from vllm_moe_offload.planning import (
+    LayerShape,
+    larger_stream_experts,
+    plan_with_buffers,
+    stream_experts,
+)
 from vllm_moe_offload.stream import buffer_bytes
 
 if TYPE_CHECKING:
@@ -103,13 +108,15 @@ class Sizing:
         # Those of a draft model get what these leave: as much as if they were like the largest.
         more = layers_of_experts(self._vllm_config, to_come) if not isinstance(slots, int) else 0
         largest = max(shapes, key=lambda shape: shape.num_experts * shape.expert_bytes)
+        wanted, larger = self._wanted_buffers(modules, shapes, taken)
         try:
             plan, buffers = plan_with_buffers(
                 [*shapes, *[largest] * more],
                 slots_per_layer=slots if isinstance(slots, int) else None,
                 budget_bytes=budget,
-                buffer_bytes=self._wanted_buffers(modules, shapes, taken, budget),
+                buffer_bytes=wanted,
                 is_wanted=is_wanted,
+                larger_bytes=larger,
             )
         except MemoryShortError as error:
             self._store.require(also_needed=str(error).removeprefix(f"{PREFIX}: "))
@@ -197,31 +204,27 @@ class Sizing:
         return Sizes((0,) * len(modules), buffers, needs)
 
     def _wanted_buffers(
-        self,
-        modules: list[OffloadedRoutedExperts],
-        shapes: list[LayerShape],
-        taken: Taken,
-        budget: int,
-    ) -> int:
-        """Bytes of two buffers for any of these layers; 0 where none are to be made.
+        self, modules: list[OffloadedRoutedExperts], shapes: list[LayerShape], taken: Taken
+    ) -> tuple[int, int]:
+        """Bytes of two buffers for any of these layers, and where there is more memory.
 
-        Layers that come later (those of a draft model) take turns in the buffers there are.
+        0 where none are to be made. Layers that come later (those of a draft model) take turns in
+        the buffers there are.
         """
         threshold = self._config.stream_threshold
         if taken.buffer_bytes or threshold == "off":
-            return 0
+            return 0, 0
         asked = self._asked_experts(modules)
+        if threshold == "auto" and current_platform.is_cpu():
+            return 0, 0  # a copy from memory to memory runs beside nothing
+        if asked is not None:
+            counts = [min(asked, shape.num_experts) for shape in shapes]
+            return _buffers_for(modules, counts), 0
+        wanted = _buffers_for(modules, [stream_experts(shape.num_experts) for shape in shapes])
         if current_platform.is_cpu():
-            if threshold == "auto":
-                return 0  # a copy from memory to memory runs beside nothing
-            budget = 0  # nor do launches take time there, which larger buffers would save
-        counts = [
-            min(asked, shape.num_experts)
-            if asked is not None
-            else stream_experts(shape.num_experts, shape.expert_bytes, budget)
-            for shape in shapes
-        ]
-        return _buffers_for(modules, counts)
+            return wanted, 0  # nor do launches take time there, which larger ones would save
+        counts = [larger_stream_experts(shape.num_experts, shape.expert_bytes) for shape in shapes]
+        return wanted, _buffers_for(modules, counts)
 
     def _asked_experts(self, modules: list[OffloadedRoutedExperts]) -> int | None:
         """`stream_experts` where it is a number; ConfigError where no layer has so many."""

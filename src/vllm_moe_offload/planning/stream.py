@@ -19,20 +19,24 @@ _PART = 8
 # Of small experts it holds more, up to so many bytes. To launch a wave takes the host more than a
 # millisecond, in which the bus copies some 60 MB: where the CPU takes half of a layer's experts and
 # waves are an eighth of it, both lanes wait for the launches.
-_BUFFER_BYTES = 256 << 20
+_LARGER_BYTES = 256 << 20
 # If both buffers are then no more than one part in so many of the memory for slots and buffers.
 _OF_MEMORY = 10
 
 
-def stream_experts(num_experts: int, expert_bytes: int, budget_bytes: int | None = None) -> int:
-    """How many of a layer's experts each of two buffers holds, unless it is said.
+def stream_experts(num_experts: int) -> int:
+    """How many of a layer's experts each of two buffers holds, unless it is said."""
+    return -(-num_experts // _PART)
 
-    budget_bytes: what slots and buffers may take together; None: enough.
-    """
-    room = _BUFFER_BYTES
-    if budget_bytes is not None:
-        room = min(room, budget_bytes // (2 * _OF_MEMORY))
-    return min(num_experts, max(-(-num_experts // _PART), room // expert_bytes))
+
+def larger_stream_experts(num_experts: int, expert_bytes: int) -> int:
+    """The same where the buffers are small beside the slots; see `are_small`."""
+    return min(num_experts, max(stream_experts(num_experts), _LARGER_BYTES // expert_bytes))
+
+
+def are_small(buffers: int, slots: int) -> bool:
+    """Whether buffers of so many bytes, or experts, take little beside so many in slots."""
+    return buffers * _OF_MEMORY <= buffers + slots
 
 
 def stream_threshold(
@@ -59,8 +63,12 @@ def plan_with_buffers(
     budget_bytes: int,
     buffer_bytes: int,
     is_wanted: bool,
+    larger_bytes: int = 0,
 ) -> tuple[SlotPlan, int]:
-    """Slots of each layer, and bytes for all buffers: `buffer_bytes`, or 0 for none.
+    """Slots of each layer, and bytes for all buffers: one of those given, or 0 for none.
+
+    Where buffers of `larger_bytes` fit and are small beside the slots they are taken instead of
+    those of `buffer_bytes`.
 
     `slots_per_layer` are taken from `budget_bytes` first, and the buffers if they fit into the
     rest; sized automatically (None) the slots get what the buffers leave. Buffers that are not
@@ -79,11 +87,15 @@ def plan_with_buffers(
         taken = sum(
             count * layer.expert_bytes for count, layer in zip(alone.slots, layers, strict=True)
         )
-        fits = taken + buffer_bytes <= budget_bytes
+        slots, room = taken, budget_bytes - taken
     else:
         one_each = sum(layer.expert_bytes for layer in layers)
-        fits = buffer_bytes + one_each <= budget_bytes
-        fits = fits and (is_wanted or buffer_bytes * _SHARE <= budget_bytes)
+        slots, room = budget_bytes - larger_bytes, budget_bytes - one_each
+    if larger_bytes <= room and are_small(larger_bytes, slots):
+        buffer_bytes = max(buffer_bytes, larger_bytes)
+    fits = buffer_bytes <= room
+    if slots_per_layer is None and not is_wanted:
+        fits = fits and buffer_bytes * _SHARE <= budget_bytes
     if not fits and is_wanted:
         raise MemoryShortError(
             f"two buffers for streamed layers need {amount(buffer_bytes)} beside the slots, "
