@@ -19,7 +19,7 @@ from vllm_moe_offload.experts import Activation, ExpertLayout, ExpertSpec, Forma
 from vllm_moe_offload.integration import streaming
 from vllm_moe_offload.integration.selfcheck import random_step
 from vllm_moe_offload.integration.streaming import Streaming
-from vllm_moe_offload.lanes import EngineLane, OffloadedLayer
+from vllm_moe_offload.lanes import MAX_CAPTURED, EngineLane, OffloadedLayer
 from vllm_moe_offload.stream import buffer_bytes
 
 CPU = torch.device("cpu")
@@ -145,6 +145,43 @@ def test_rates_are_corrected_where_they_may_be(engine: CpuExpertEngine, corrects
     assert tail._measured.slowed >= 1
     assert tail._measured.cpu == pytest.approx(READING)
     assert tail._measured.cpu_row == pytest.approx(ROW)
+
+
+class Watch:
+    """The time of a streamed step, and of one beside which the CPU computes: which it is asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_beside = False
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        self._is_beside = True
+        return True
+
+    def seconds(self) -> float:
+        return 18e-6 if self._is_beside else 12e-6
+
+
+def test_copies_are_timed_alone_and_beside_a_cpu_that_reads(
+    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "Stopwatch", Watch)
+    rates = Settled(engine, corrects=True, has_tail=True).tail._measured
+    assert rates.copy == pytest.approx(12e-6 / EXPERTS)
+    assert rates.slowed == pytest.approx(1.5)
+
+
+def test_steps_that_the_device_decides_are_not_streamed(
+    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OffloadedLayer, "decides_on_device", True)
+    settled = Settled(engine, corrects=True, has_tail=False)
+    assert settled.streaming.threshold == MAX_CAPTURED > 8
 
 
 def test_the_statistics_say_by_which_rates_steps_are_split_and_what_they_took(
