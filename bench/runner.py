@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench import models, rates
 from bench.arguments import known, number, positive, rows_file
 from bench.child import ROUTING_VARIABLE
@@ -78,6 +76,8 @@ def _contestants(text: str) -> list[str]:
 
 
 def _gpus(text: str) -> int:
+    import torch
+
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give at least 1")
     count = int(text)
@@ -209,6 +209,8 @@ class Session:
     """A run over contestants: its model, its deadline and its rows."""
 
     def __init__(self, bench: str, options: argparse.Namespace, folder: Path) -> None:
+        import torch
+
         if not options.eager and not torch.cuda.is_available():
             raise SystemExit(
                 "torch finds no GPU here: give --eager, and a small model (--model FOLDER)"

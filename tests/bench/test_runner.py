@@ -69,7 +69,7 @@ def test_runs_without_a_folder_are_refused(tmp_path: Path) -> None:
 def test_graphs_without_a_gpu_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = parsed()
     options.eager = False
-    monkeypatch.setattr(runner.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="no GPU here: give --eager, and a small model"):
         Session("decode", options, tmp_path)
 

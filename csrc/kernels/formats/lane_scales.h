@@ -28,17 +28,12 @@ inline __mmask8 groups_there(const NibbleRow& row, int64_t count) {
   return (__m512)_mm512_set1_epi32(static_cast<int32_t>(uint32_t{bits} << 16));
 }
 
-// and of any.
+// and of groups of fewer.
 [[gnu::always_inline]] inline __m512 int4_scales(const NibbleRow& row, int64_t k, int64_t count) {
   // The odd words of floats whose even ones are zero.
   constexpr __mmask32 kHigh = 0xaaaaaaaa;
-  const std::byte* from = row.scale + (k >> row.shift) * 2;
-  if (int64_t{1} << row.shift >= kLaneColumns) {
-    int16_t bits;
-    __builtin_memcpy(&bits, from, sizeof bits);
-    return (__m512)_mm512_maskz_set1_epi16(kHigh, bits);
-  }
-  const __m128i bits = _mm_maskz_loadu_epi16(groups_there(row, count), from);
+  const __m128i bits =
+      _mm_maskz_loadu_epi16(groups_there(row, count), row.scale + (k >> row.shift) * 2);
   return (__m512)_mm512_maskz_permutexvar_epi16(kHigh, word_groups(row),
                                                 _mm512_castsi128_si512(bits));
 }

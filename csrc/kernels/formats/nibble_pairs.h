@@ -84,8 +84,9 @@ struct Int4Pairs : NibblePairs<Int4Rows<moe::Bf16>> {
  private:
   [[gnu::always_inline]] static Weights decode(const Row& row, __m512i words, int64_t k,
                                                int64_t count) {
-    const __m512 scale = int4_scales(row, k, count);
-    if (row.zero == nullptr || int64_t{1} << row.shift >= kStep) {
+    const bool is_wide = int64_t{1} << row.shift >= kStep;
+    const __m512 scale = is_wide ? int4_scale(row, k) : int4_scales(row, k, count);
+    if (row.zero == nullptr || is_wide) {
       return NibblePairs::decode(kInt4Tables.of_zero[zero(row, k >> row.shift)], words, scale);
     }
     const __m128i each = _mm_sub_epi16(_mm_set1_epi16(kZeroBias), int4_zeros(row, k, count));

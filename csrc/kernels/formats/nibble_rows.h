@@ -53,7 +53,11 @@ struct Int4Rows : NibbleRows {
     return V::to_float(reinterpret_cast<const Scale*>(row.scale)[group]);
   }
   [[gnu::always_inline]] static int zero(const Row& row, int64_t group) {
-    return row.zero == nullptr ? 8 : static_cast<int>(row.zero[group]) >> row.zero_bits & 0xf;
+    return row.zero == nullptr ? 8 : stored_zero(row, group);
+  }
+  // Where there are any.
+  [[gnu::always_inline]] static int stored_zero(const Row& row, int64_t group) {
+    return static_cast<int>(row.zero[group]) >> row.zero_bits & 0xf;
   }
 };
 

@@ -260,9 +260,7 @@ struct Int4Wide : Int4Rows<moe::Bf16> {
   static constexpr float kUnit = 1.0f;
   static constexpr bool has_zeros(const NibbleRow&) { return false; }
   [[gnu::always_inline]] static const ByteTable& table(const NibbleRow& row, int64_t k) {
-    if constexpr (!kZeros) return kInt4ByteTables.of_zero[8];
-    return kInt4ByteTables
-        .of_zero[static_cast<int>(row.zero[k >> row.shift]) >> row.zero_bits & 0xf];
+    return kInt4ByteTables.of_zero[kZeros ? stored_zero(row, k >> row.shift) : 8];
   }
   static __m512i zeros(const NibbleRow&, int64_t, int64_t) { return _mm512_setzero_si512(); }
   [[gnu::always_inline]] static __m512 scales(const NibbleRow& row, int64_t k, int64_t) {
