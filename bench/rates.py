@@ -3,7 +3,7 @@
     python -m bench.rates --json FILE
 
 Each figure is the median of timed windows. `h2d` copies pieces of the size of an expert from pinned
-memory; `read` has every CPU of the process read its own memory; `gpu_read` sums GPU memory.
+memory; `read` has all threads of the CPU expert engine read memory; `gpu_read` sums GPU memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def measure(
 ) -> dict[str, Any]:
     """Metric -> its repeats in GB/s, or a text that says why there are none.
 
-    In a process of its own: NumPy's BLAS must run on the threads that are given it, and no other.
-    `cpus`: the processors it may use, all of this process's by default.
+    In a process of its own, which may use `cpus` alone, by default all of this process's.
     """
     order = json.dumps([piece, seconds, max(repeats, MIN_REPEATS)])
     done = subprocess.run(
@@ -41,7 +40,6 @@ def measure(
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         preexec_fn=(lambda: os.sched_setaffinity(0, cpus)) if cpus else None,
     )
     if done.returncode:
@@ -61,45 +59,51 @@ def rows(run: Run, figures: dict[str, Any], **common: Any) -> list[Row]:
     return made
 
 
-class Readers:
-    """One thread a CPU of this process, each with memory of its own to read."""
+class Reader:
+    """Reads memory with all threads of the CPU expert engine, as its kernels do."""
 
-    def __init__(self, megabytes_each: int = 256) -> None:
-        self.read = [0] * len(os.sched_getaffinity(0))
-        self._numbers = megabytes_each * 2**20 // 4
+    def __init__(self, gib: int = 2) -> None:
+        import torch
 
-    def run(self, windows: Callable[[], list[float]]) -> list[float]:
-        """`windows()` while every thread reads; what it returns."""
-        stop = threading.Event()
-        ready = threading.Barrier(len(self.read) + 1)
-        threads = [
-            threading.Thread(target=self._read, args=(index, cpu, ready, stop))
-            for index, cpu in enumerate(sorted(os.sched_getaffinity(0)))
-        ]
-        for thread in threads:
-            thread.start()
-        ready.wait()
+        from vllm_moe_offload.engine import CpuExpertEngine
+        from vllm_moe_offload.host.pages import map_pages
+
+        self._engine = CpuExpertEngine()
+        # Several times what caches hold; in huge pages, as served experts are.
+        self._memory = torch.frombuffer(map_pages(gib << 30), dtype=torch.uint8)
+        self._memory.fill_(1)
+        self.read = 0
+
+    def window(self, seconds: float) -> int:
+        """Bytes read in at least that time."""
+        before, until = self.read, time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            self._pass()
+        return self.read - before
+
+    def beside(self, work: Callable[[], int]) -> int:
+        """Bytes that `work()` moves, and those read meanwhile."""
+        done = threading.Event()
+        read: list[int] = []
+
+        def passes() -> None:
+            before = self.read
+            while not done.is_set():
+                self._pass()
+            read.append(self.read - before)
+
+        thread = threading.Thread(target=passes)
+        thread.start()
         try:
-            return windows()
+            moved = work()
         finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
+            done.set()
+            thread.join()
+        return moved + read[0]
 
-    def _read(self, index: int, cpu: int, ready: threading.Barrier, stop: threading.Event) -> None:
-        import numpy as np
-
-        os.sched_setaffinity(0, {cpu})  # of this thread: so the memory is on its node
-        memory = np.ones(self._numbers, np.float32)
-        piece = 1 << 20
-        ready.wait()
-        while not stop.is_set():
-            for start in range(0, len(memory), piece):
-                part = memory[start : start + piece]
-                np.dot(part, part)  # one read of memory; NumPy leaves the lock
-                self.read[index] += part.nbytes
-                if stop.is_set():
-                    break
+    def _pass(self) -> None:
+        self._engine.read_gb_per_s(self._memory)
+        self.read += self._memory.nbytes
 
 
 class Copies:
@@ -110,6 +114,7 @@ class Copies:
 
         self._torch = torch
         self._stream = torch.cuda.Stream()
+        self._copied = torch.cuda.Event(blocking=True)  # waiting for it takes no CPU
         count = max(4, 2**30 // piece)
         self._host = torch.ones(count, piece, dtype=torch.uint8).pin_memory()
         self._gpu = torch.empty(8, piece, dtype=torch.uint8, device="cuda")
@@ -121,40 +126,30 @@ class Copies:
             with self._torch.cuda.stream(self._stream):
                 for index, piece in enumerate(self._host):
                     self._gpu[index % 8].copy_(piece, non_blocking=True)
-            self._stream.synchronize()
+                self._copied.record()
+            self._copied.synchronize()
             copied += self._host.numel()
         return copied
 
 
 def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
-    readers = Readers()
+    import torch
 
-    def windows(work: Callable[[], int], counts_reads: bool) -> list[float]:
+    def windows(work: Callable[[], int]) -> list[float]:
         rates = []
         for _ in range(repeats + 1):
-            before, began = sum(readers.read), time.perf_counter()
+            began = time.perf_counter()
             moved = work()
-            elapsed = time.perf_counter() - began
-            moved += sum(readers.read) - before if counts_reads else 0
-            rates.append(moved / elapsed / 1e9)
+            rates.append(moved / (time.perf_counter() - began) / 1e9)
         return rates[1:]
 
-    def pause() -> int:
-        time.sleep(seconds)
-        return 0
-
-    out: dict[str, Any] = {"read_gb_per_s": readers.run(lambda: windows(pause, True))}
-    try:
-        import torch
-
-        has_gpu = torch.cuda.is_available()
-    except ImportError:
-        has_gpu = False
-    if not has_gpu:
+    reader = Reader()
+    out: dict[str, Any] = {"read_gb_per_s": windows(lambda: reader.window(seconds))}
+    if not torch.cuda.is_available():
         return dict.fromkeys(METRICS, _NO_GPU) | out
     copies = Copies(piece)
-    out["h2d_gb_per_s"] = windows(lambda: copies.window(seconds), False)
-    out["both_gb_per_s"] = readers.run(lambda: windows(lambda: copies.window(seconds), True))
+    out["h2d_gb_per_s"] = windows(lambda: copies.window(seconds))
+    out["both_gb_per_s"] = windows(lambda: reader.beside(lambda: copies.window(seconds)))
     memory = torch.ones(2**30, dtype=torch.float32, device="cuda")
 
     def sums() -> int:
@@ -163,7 +158,7 @@ def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
         torch.cuda.synchronize()
         return 10 * memory.nbytes
 
-    out["gpu_read_gb_per_s"] = windows(sums, False)
+    out["gpu_read_gb_per_s"] = windows(sums)
     return out
 
 

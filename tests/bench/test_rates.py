@@ -1,0 +1,52 @@
+"""What the machine's rates are counted from."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from bench import rates
+
+GIB = 1 << 30
+
+
+def test_what_is_read_beside_other_work_is_counted_with_it() -> None:
+    reader = rates.Reader(gib=1)
+
+    def work() -> int:
+        time.sleep(0.3)
+        return 7
+
+    moved = reader.beside(work)
+    read, passes = moved - 7, (moved - 7) // GIB
+    assert passes >= 1
+    assert read == passes * GIB == reader.read
+
+
+def test_other_work_that_fails_ends_the_reading() -> None:
+    reader = rates.Reader(gib=1)
+
+    def work() -> int:
+        raise RuntimeError("no copies")
+
+    with pytest.raises(RuntimeError, match="no copies"):
+        reader.beside(work)
+    read = reader.read
+    time.sleep(0.2)
+    assert reader.read == read
+
+
+def test_a_window_counts_its_own_reading() -> None:
+    reader = rates.Reader(gib=1)
+    reader.window(0.01)
+    assert reader.window(0.01) == reader.read - GIB
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_machine_without_a_gpu_has_the_rate_of_its_memory_alone() -> None:
+    found = rates.measure(seconds=0.01, repeats=5)
+    assert len(found["read_gb_per_s"]) == 5
+    assert min(found["read_gb_per_s"]) > 0
+    assert {found[name] for name in rates.METRICS if name != "read_gb_per_s"} == {"no CUDA device"}
