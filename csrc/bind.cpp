@@ -140,18 +140,17 @@ class Signal {
   uint32_t* word_;
 };
 
-// A call that goes on in a thread of its own, which never needs the GIL. Its end is waited for by
-// whoever lets go of it last, unless it was abandoned, or this is a forked process, where it has no
-// end. It owns what it uses: Python's collector of cycles clears objects in any order, and does not
-// see these.
+// A call that goes on in the engine's own thread, which never needs the GIL. Its end is waited for
+// by whoever lets go of it last, unless it was abandoned, or this is a forked process, where it has
+// no end. It owns what it uses: Python's collector of cycles clears objects in any order, and does
+// not see these.
 class Running {
  public:
   Running(std::shared_ptr<const moe::Plan> plan, const Call& call, Address done, nb::object used)
       : used_(std::move(used)),
         plan_(std::move(plan)),
-        seconds_(std::async(std::launch::async, [plan = plan_, call, done] {
+        seconds_(plan_->engine().runner().run([plan = plan_.get(), call, done] {
           const Signal signal(pointer<uint32_t>(done));
-          plan->engine().pool().pin_caller();
           const auto began = std::chrono::steady_clock::now();
           plan->run(call.job, call.routing);
           return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();

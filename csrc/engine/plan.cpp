@@ -183,6 +183,12 @@ Engine::Engine(std::shared_ptr<Pool> pool, const std::string& isa)
       node_blocks_(pool_->node_threads().size()),
       node_ends_(pool_->node_threads().size()) {}
 
+Runner& Engine::runner() const {
+  pool_->require_usable();
+  std::call_once(runner_made_, [this] { runner_ = std::make_unique<Runner>(*pool_); });
+  return *runner_;
+}
+
 PhaseSeconds Engine::phase_seconds() {
   pool_->require_usable();
   const std::lock_guard<std::recursive_mutex> lock(pool_->mutex());

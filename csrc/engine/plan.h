@@ -3,11 +3,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "engine/pool.h"
 #include "engine/routing.h"
+#include "engine/runner.h"
 #include "kernels/isa.h"
 #include "kernels/kernel.h"
 
@@ -50,6 +52,9 @@ class Engine {
   const Isa& isa() const { return isa_; }
   Pool& pool() { return *pool_; }
   const Pool& pool() const { return *pool_; }
+  // Started by the first call. A call given to it must not own the engine, which waits for its end.
+  // Throws where the pool is not usable, or the thread cannot start.
+  Runner& runner() const;
   // Of the last call of any plan; waits for one in progress. Throws where the pool is not usable.
   PhaseSeconds phase_seconds();
 
@@ -63,6 +68,8 @@ class Engine {
   PhaseSeconds seconds_{};
   std::vector<int64_t> node_blocks_;  // of the call in progress: see Plan::run_chunk
   std::vector<int64_t> node_ends_;
+  mutable std::once_flag runner_made_;
+  mutable std::unique_ptr<Runner> runner_;  // ends before the pool does
 };
 
 // The most a plan can be made for: sizes of scratch then fit 64 bits for any layer of up to 2^22

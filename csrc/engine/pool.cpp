@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "engine/pause.h"
+#include "engine/wait.h"
 
 namespace moe {
 namespace {
@@ -26,18 +26,6 @@ int64_t fork_count() {
 
 // The pool to whose first core this thread is pinned.
 thread_local const Pool* pinned_by = nullptr;
-
-// Waits until `value` differs from `seen`: spins, then sleeps.
-void wait_for_change(const std::atomic<uint32_t>& value, uint32_t seen,
-                     std::chrono::microseconds spin) {
-  const auto deadline = std::chrono::steady_clock::now() + spin;
-  for (int i = 0;; ++i) {
-    if (value.load(std::memory_order_acquire) != seen) return;
-    pause();
-    if (i % 64 == 63 && std::chrono::steady_clock::now() > deadline) break;
-  }
-  value.wait(seen, std::memory_order_acquire);
-}
 
 // Lets the calling thread run on these CPUs, ascending. Without the right to (a cpuset changed
 // meanwhile) it runs where the kernel puts it.
@@ -196,7 +184,7 @@ void Pool::worker(int index, int cpu) {
   run_on({cpu});
   uint32_t seen = 0;
   while (true) {
-    wait_for_change(epoch_, seen, spin_.load(std::memory_order_relaxed));
+    wait_for_change(epoch_, seen, spin());
     if (stop_.load(std::memory_order_relaxed)) return;
     ++seen;
     work(index);

@@ -47,6 +47,7 @@ class Pool {
   // How long a thread watches for the next call before it sleeps. Long enough, and it is awake for
   // a call that is known to come: waking sleeping threads costs some 50 us.
   void spin_for(std::chrono::microseconds spin);
+  std::chrono::microseconds spin() const { return spin_.load(std::memory_order_relaxed); }
 
   // Pins the calling thread to the core left to the caller: for a thread that does little else.
   void pin_caller() const;

@@ -8,10 +8,13 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -20,6 +23,7 @@
 
 #include "engine/doorbell.h"
 #include "engine/plan.h"
+#include "engine/runner.h"
 #include "engine/topology.h"
 #include "tests/support.h"
 
@@ -175,6 +179,56 @@ void test_leaving() {
   expect(moe::callers_cpus() == before, "a pool of every core");
 }
 
+// Calls of a runner come in the order in which they were given, one at a time, and end before it.
+void test_runner() {
+  const moe::Pool pool(moe::physical_cores(), 1);
+  std::vector<int> order;
+  std::vector<std::shared_future<double>> results;
+  {
+    moe::Runner runner(pool);
+    for (int i = 0; i < 100; ++i) {
+      results.push_back(runner.run([i, &order] {
+        order.push_back(i);
+        if (i % 10 == 3) throw std::runtime_error("the third");
+        return static_cast<double>(i);
+      }));
+      // Sometimes it has gone to sleep by then.
+      if (i % 25 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  expect(order.size() == 100 && std::is_sorted(order.begin(), order.end()), "every call, in order");
+  for (int i = 0; i < 100; ++i) {
+    bool threw = false;
+    double value = -1;
+    try {
+      value = results[static_cast<size_t>(i)].get();
+    } catch (const std::runtime_error&) {
+      threw = true;
+    }
+    expect(i % 10 == 3 ? threw : value == i, "what a call returns or throws");
+  }
+  const moe::Runner idle(pool);  // ends without a call
+}
+
+// A process forked from one with a runner has none: it says so, and does not wait for it.
+void test_runner_and_fork() {
+  auto engine = std::make_unique<moe::Engine>(1, "");
+  engine->runner().run([] { return 0.0; }).wait();
+  const pid_t child = fork();
+  if (child == 0) {
+    bool refused = false;
+    try {
+      engine->runner();
+    } catch (const std::runtime_error&) {
+      refused = true;
+    }
+    engine.reset();
+    _exit(refused ? 0 : 1);
+  }
+  int status = -1;
+  expect(waitpid(child, &status, 0) == child && status == 0, "a runner after a fork");
+}
+
 // Whether `body` returns true in a process with address space for so many stacks of threads more.
 bool holds_with_stacks(size_t stacks, const std::function<bool()>& body) {
   const pid_t child = fork();
@@ -243,6 +297,8 @@ int main() {
   test_errors(cases[0]);
   test_quota();
   test_leaving();
+  test_runner();
+  test_runner_and_fork();
   test_doorbell();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures.load());
   return failures == 0 ? 0 : 1;

@@ -118,9 +118,10 @@ def test_its_memory_is_given_back_with_its_last_view() -> None:
 
 
 @marked
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(0, 3), (1,), (37, 129), (2, 4096)], ids=str)
-def test_a_sum_is_added_where_it_lies(shape: tuple[int, ...]) -> None:
-    addend = on_host(torch.randn(shape))
+def test_a_sum_is_added_where_it_lies(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    addend = on_host(torch.randn(shape).to(dtype))
     around = torch.randn(GUARD + addend.numel() + GUARD, device=DEVICE)
     before = around.clone()
     add_mapped(around[GUARD : GUARD + addend.numel()].view(shape), addend)

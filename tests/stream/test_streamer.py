@@ -221,6 +221,38 @@ def test_what_has_come_before_the_routing_is_known_leaves_more_to_the_bus() -> N
         assert len(computed) == on_cpu
 
 
+@pytest.mark.parametrize(
+    ("dtype", "summed"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_the_cpus_sum_crosses_the_bus_in_the_outputs_size(
+    dtype: torch.dtype, summed: torch.dtype
+) -> None:
+    """In bf16 where the output is; the engine makes no other 16 bits. It is added as it is."""
+
+    class Thirds:
+        def begin(self, *given: Any) -> Any:
+            self.out, done = given[4:]
+            self.out.fill_(1 / 3)
+            done.fill_(1)
+            return self
+
+        def wait(self, timeout: float) -> float:
+            return 0.0
+
+    tail, cpu = CpuTail(TailRates(1.0, 0.1, 0.0)), Thirds()
+    ids = torch.arange(2, dtype=torch.int32)[:, None]
+    step = tail.read(torch.zeros(2, 4, dtype=dtype), torch.ones(2, 1), ids)
+    tail.start("layer", cpu, step, np.arange(3, dtype=np.int32))
+    total = tail.add(torch.full((2, 4), 0.5, dtype=dtype), is_last=True)
+    assert cpu.out.dtype == summed and total.dtype == torch.float32
+    assert torch.equal(total, torch.full((2, 4), 0.5) + cpu.out.float())
+
+
 @pytest.mark.parametrize("corrects", [False, True])
 def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> None:
     """Ten times: half of the experts are its own until that has shown."""

@@ -104,6 +104,11 @@ class Mark:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
+    def synchronize(self) -> None:
+        """Return when the last `record` has been passed."""
+        if self._event is not None:
+            self._event.synchronize()
+
 
 class CopyStream:
     """A stream of copies; on a device without streams they are made where they are asked for."""

@@ -86,8 +86,8 @@ def add_mapped(total: torch.Tensor, addend: torch.Tensor) -> None:
     Not by a copy: that would come behind all that the copy engine has been given. `addend` has to
     be left as it is until the stream has come by. Without a GPU it is an ordinary sum.
 
-    total: contiguous float32 of any shape; addend: the same in host memory, page-locked where
-    `total` is on the GPU.
+    total: contiguous float32 of any shape; addend: the same, or bf16, in host memory, page-locked
+    where `total` is on the GPU.
     """
     if total.shape != addend.shape or not (total.is_contiguous() and addend.is_contiguous()):
         raise ValueError(

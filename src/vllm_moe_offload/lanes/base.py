@@ -74,6 +74,7 @@ class LaneBeside(Lane, Protocol):
     ) -> Computing:
         """As `compute` without adding; the tensors are to be left alone until it is done.
 
+        out: float32 or bf16 [T, H].
         done: int32 [1] in host memory, becomes 1 when the sum is there or computing has failed.
         """
         ...

@@ -248,8 +248,8 @@ class LayerStreamer:
                 entries = wave.expert_map(layer.num_experts)
                 maps.append((buffer.expert_map, sendable(entries, buffer.expert_map)))
             if number == 0 and len(on_cpu):
-                others = np.setdiff1d(np.arange(layer.num_experts), on_cpu)
-                entries = _map_of(others, layer.num_experts)
+                entries = _map_of(np.arange(layer.num_experts), layer.num_experts)
+                entries[on_cpu] = -1
                 maps.append((buffer.at_hand, sendable(entries, buffer.at_hand)))
             enqueued = min(ahead, len(wave))
             ahead -= enqueued

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_moe_offload.device.copies import Mark
 from vllm_moe_offload.device.mapped import add_mapped
 from vllm_moe_offload.device.streams import shared_zeros, wait_for_word
 from vllm_moe_offload.errors import CpuLaneError
@@ -36,7 +37,8 @@ _FORGET = 0.97
 class OnHost:
     """A step's x, weights and ids in host memory, until the next step of `CpuTail.read`.
 
-    is_staged: whether they are copies of what is on another device.
+    is_staged: whether they are copies of what is on another device; x is there only when the stream
+    has come by.
     """
 
     x: torch.Tensor
@@ -103,6 +105,8 @@ class CpuTail:
         self._partial = torch.empty(0)
         # Says to the stream that it is done.
         self._done: torch.Tensor | None = None
+        # Behind the last weights and ids to host memory.
+        self._routed = Mark(torch.device("cpu"))
         self._device = torch.device("cpu")
 
     @property
@@ -124,7 +128,7 @@ class CpuTail:
         return not self._corrects or self._worth.has_part(rows)
 
     def read(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> OnHost:
-        """Waits for the current stream, and first for what it waits for; raises as `finish`."""
+        """Waits for ids and weights, and for what comes before them; raises as `finish`."""
         if self._computing is not None and not self._is_joined:
             # Of a step that has failed: nobody asks for its sum, and it reads the same memory.
             with suppress(Exception):
@@ -133,16 +137,13 @@ class CpuTail:
         if self._done is None:
             self._device = x.device
             self._done = shared_zeros(1, dtype=torch.int32, device=x.device)
-        read = OnHost(
-            self._copied("x", x),
-            self._copied("weights", topk_weights),
-            self._copied("ids", topk_ids),
-            x.is_cuda,
-        )
+            self._routed = Mark(x.device)
+        weights, ids = self._copied("weights", topk_weights), self._copied("ids", topk_ids)
+        self._routed.record()
+        read = OnHost(self._copied("x", x), weights, ids, x.is_cuda)
         self.finish()
         began = time.perf_counter()
-        if x.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        self._routed.synchronize()
         before, self._read_at = self._read_at, time.perf_counter()
         if before is not None:
             passed, by_copies = self._read_at - before, self._missing * self._measured.copy
@@ -190,7 +191,12 @@ class CpuTail:
         assert self._done is not None, "read comes first"
         self._done.zero_()
         self._layer, self._is_joined = layer, False
-        self._partial = self._staging("partial", step.x.shape, torch.float32, step.is_staged)
+        if step.is_staged:
+            torch.cuda.current_stream().synchronize()  # x may be on its way
+        # The stream reads it over the bus, which it shares with copies of experts: in bf16 where
+        # the output is bf16 too, which rounds the CPU's sum once.
+        dtype = torch.bfloat16 if step.x.dtype == torch.bfloat16 else torch.float32
+        self._partial = self._staging("partial", step.x.shape, dtype, step.is_staged)
         self._computing = cpu.begin(
             *(step.x, step.topk_weights, step.topk_ids),
             *(torch.from_numpy(expert_map), self._partial, self._done),
