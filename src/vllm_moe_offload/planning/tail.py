@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-# A step that would not have the CPU's part has it when so many of its size have passed.
-_AGAIN = 32
+# A step that would not have the CPU's part has it when so many of its size have passed: at first,
+# and at most. What the first steps of a size took, compiling their kernels say, is soon forgotten.
+_AGAIN_FIRST, _AGAIN_LAST = 2, 32
 # The shares of the last two steps of a size, before there were any: the part pays.
 _BELIEVED = (0.6, 0.6)
 
@@ -53,25 +55,41 @@ class TailWorth:
     """
 
     def __init__(self) -> None:
-        self._shares: dict[int, tuple[float, float]] = {}
-        self._skipped: dict[int, int] = {}
+        self._beliefs: defaultdict[int, _Belief] = defaultdict(_Belief)
 
     def has_part(self, rows: int) -> bool:
         """Whether the step of so many rows that comes next is to have the CPU's part.
 
-        Now and then one has it that would not: the machine may have become another.
+        Now and then one has it that would not, each time after twice as many: the machine may have
+        become another.
         """
-        size = _size(rows)
-        if min(self._shares.get(size, _BELIEVED)) < 1.0:
+        belief = self._beliefs[_size(rows)]
+        if min(belief.shares) < 1.0:
+            belief.skipped, belief.again = 0, _AGAIN_FIRST
             return True
-        self._skipped[size] = (self._skipped.get(size, 0) + 1) % _AGAIN
-        return self._skipped[size] == 0
+        belief.skipped += 1
+        if belief.skipped < belief.again:
+            return False
+        belief.skipped, belief.again = 0, min(2 * belief.again, _AGAIN_LAST)
+        return True
 
     def took(self, rows: int, share: float) -> None:
         """A step with it took `share` of what copying every expert would have taken."""
-        size = _size(rows)
-        _, before = self._shares.get(size, _BELIEVED)
-        self._shares[size] = before, share
+        belief = self._beliefs[_size(rows)]
+        belief.shares = belief.shares[1], share
+
+
+@dataclass
+class _Belief:
+    """What is held of the steps of a size.
+
+    `shares`: of the last two that had the part. Where it does not pay, how many have `skipped` it,
+    and so many go by for one that tries it `again`.
+    """
+
+    shares: tuple[float, float] = _BELIEVED
+    skipped: int = 0
+    again: int = _AGAIN_FIRST
 
 
 def _size(rows: int) -> int:
