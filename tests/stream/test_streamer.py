@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stream.machine import DELAYS, HostLane, LateLane, LateStreamer, LateTail, Machine
+from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.experts import ExpertLayout, TensorSpec
 from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import (
@@ -251,6 +252,31 @@ def test_the_cpus_sum_crosses_the_bus_in_the_outputs_size(
     total = tail.add(torch.full((2, 4), 0.5, dtype=dtype), is_last=True)
     assert cpu.out.dtype == summed and total.dtype == torch.float32
     assert torch.equal(total, torch.full((2, 4), 0.5) + cpu.out.float())
+
+
+def test_a_step_that_nobody_went_on_with_is_waited_for_and_forgotten() -> None:
+    """Something else ended it: its CPU's error, if any, is not the next step's."""
+
+    class Fails:
+        waited = 0
+
+        def begin(self, *given: Any) -> Any:
+            given[5].fill_(1)
+            return self
+
+        def wait(self, timeout: float | None = None) -> float:
+            self.waited += 1
+            raise RuntimeError("of the step before")
+
+    tail, cpu = CpuTail(TailRates(1.0, 0.1, 0.0)), Fails()
+    given = torch.zeros(2, 4), torch.ones(2, 1), torch.arange(2, dtype=torch.int32)[:, None]
+    tail.start("layer", cpu, tail.read(*given), np.arange(3, dtype=np.int32))
+    tail.read(*given)
+    assert cpu.waited == 1
+    tail.finish()
+    tail.start("layer", cpu, tail.read(*given), np.arange(3, dtype=np.int32))
+    with pytest.raises(CpuLaneError, match="of the step before"):
+        tail.finish()
 
 
 @pytest.mark.parametrize("corrects", [False, True])
