@@ -1,6 +1,6 @@
 """Result files as tables and pictures.
 
-    python -m bench.report bench/results/h200/*.json --out docs/benchmarks.md --pictures docs/img
+    python -m bench.report bench/results/h200/*.json --out docs/benchmarks.md
 
 Ratios are of rows of one file only. A figure's share of the floor stands behind it.
 """
@@ -70,9 +70,12 @@ def table(rows: Sequence[Row], metric: str) -> str:
 
 
 def sections(files: Iterable[Path]) -> str:
-    """All tables of the files, each under what it is and where it was measured."""
+    """All tables of the files, each under what it is and where it was measured.
+
+    The newest first, files of one day in the order given; the CPU engine's last.
+    """
     parts = []
-    for path in files:
+    for path in sorted(sorted(files, key=_date, reverse=True), key=_is_of_cpu):
         runs = _runs(read(path))
         for number, rows in enumerate(runs, 1):
             head = rows[0]
@@ -94,6 +97,14 @@ def sections(files: Iterable[Path]) -> str:
                     _rates(rows),
                 ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _date(path: Path) -> str:
+    return max((row["date"] for row in read(path)), default="")
+
+
+def _is_of_cpu(path: Path) -> bool:
+    return any(row["bench"] == "cpu" for row in read(path))
 
 
 def _cpu_head(head: Row, name: str) -> tuple[str, str]:

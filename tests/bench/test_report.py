@@ -84,6 +84,16 @@ def test_a_page_names_machine_versions_and_file(tmp_path: Path) -> None:
     assert "GB/s: h2d 54.2." in page
 
 
+def test_the_newest_stands_first_and_the_cpu_engine_last(tmp_path: Path) -> None:
+    for name, bench, day in (("a", "decode", 1), ("c", "prefill", 2), ("d", "load", 2)):
+        run = Run(bench, name, "1234567", f"2026-01-0{day}", "h100", "a CPU", "0.26.0", "2.11.0")
+        row = run.row(contestant="cache", metric="load_s", unit="s", value=1.0)
+        append(tmp_path / f"{name}.json", [row])
+    append(tmp_path / "b.json", [row | {"date": "2026-01-03"} for row in cpu_rows()])
+    page = report.sections(sorted(tmp_path.glob("*.json")))
+    assert [line[-2] for line in page.splitlines() if line.startswith("## ")] == list("cdab")
+
+
 def test_no_two_headings_are_the_same(tmp_path: Path) -> None:
     one, two = tmp_path / "decode.json", tmp_path / "decode-eager.json"
     append(one, rows())
