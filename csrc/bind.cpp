@@ -159,7 +159,7 @@ class Running {
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
   ~Running() {
-    if (!seconds_.valid()) return;
+    if (abandoned_) return;
     if (!plan_->engine().pool().usable()) {
       abandon();
       return;
@@ -186,7 +186,7 @@ class Running {
 
   // Nobody waits for its end any more: what it uses is never freed.
   void abandon() {
-    new std::shared_future<double>(std::move(seconds_));
+    abandoned_ = true;
     used_.release();
   }
 
@@ -196,6 +196,7 @@ class Running {
   nb::object used_;
   std::shared_ptr<const moe::Plan> plan_;
   std::shared_future<double> seconds_;
+  bool abandoned_ = false;  // written and read with the GIL
 };
 
 std::shared_ptr<moe::Doorbell> make_doorbell(std::shared_ptr<moe::Engine> engine, Address board,

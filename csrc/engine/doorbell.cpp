@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/lost.h"
 #include "engine/pause.h"
 
 namespace moe {
@@ -449,9 +450,8 @@ void Doorbell::wake() { service_->wake(); }
 
 bool Doorbell::stop() {
   if (!engine_->pool().usable()) {
-    // The threads stayed in the parent: there is nothing to join.
-    if (watchdog_.joinable()) watchdog_.detach();
-    if (server_.joinable()) server_.detach();
+    forget(watchdog_);
+    forget(server_);
     return true;
   }
   const std::lock_guard<std::mutex> lock(threads_mutex_);

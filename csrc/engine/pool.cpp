@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "engine/lost.h"
 #include "engine/wait.h"
 
 namespace moe {
@@ -86,8 +87,7 @@ Pool::Pool(const std::vector<Core>& cores, int threads)
 
 Pool::~Pool() {
   if (!usable()) {
-    // The threads stayed in the parent: there is nothing to join.
-    for (std::thread& thread : workers_) thread.detach();
+    for (std::thread& thread : workers_) forget(thread);
     return;
   }
   end_workers();

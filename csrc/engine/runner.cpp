@@ -1,17 +1,29 @@
 #include "engine/runner.h"
 
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <utility>
 
+#include "engine/lost.h"
 #include "engine/wait.h"
 
 namespace moe {
 
-Runner::Runner(const Pool& pool) : pool_(pool), thread_([this] { serve(); }) {}
+Runner::Runner(const Pool& pool) : pool_(pool) {
+  try {
+    thread_ = std::thread([this] { serve(); });
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(
+        std::string("a call was started, and the operating system did not let the thread that runs "
+                    "it start (") +
+        error.what() + "): raise the limit on processes or memory");
+  }
+}
 
 Runner::~Runner() {
   if (!pool_.usable()) {
-    // The thread stayed in the parent: there is nothing to join.
-    thread_.detach();
+    forget(thread_);
     return;
   }
   turns_.fetch_add(1, std::memory_order_release);

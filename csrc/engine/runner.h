@@ -18,7 +18,7 @@ namespace moe {
 // as the pool's threads do, then sleeps.
 class Runner {
  public:
-  // `pool` must outlive this. Throws std::system_error where the thread cannot start.
+  // `pool` must outlive this. Throws std::runtime_error where the thread cannot start.
   explicit Runner(const Pool& pool);
   // Waits for all that was given. In a forked process, which has no such thread, for nothing.
   ~Runner();

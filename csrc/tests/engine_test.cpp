@@ -208,21 +208,32 @@ void test_runner() {
     expect(i % 10 == 3 ? threw : value == i, "what a call returns or throws");
   }
   const moe::Runner idle(pool);  // ends without a call
+  moe::Runner asleep(pool);
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  expect(asleep.run([] { return 7.0; }).wait_for(std::chrono::seconds(20)) ==
+             std::future_status::ready,
+         "a runner that sleeps is woken");
 }
 
 // A process forked from one with a runner has none: it says so, and does not wait for it.
 void test_runner_and_fork() {
-  auto engine = std::make_unique<moe::Engine>(1, "");
+  auto engine = std::make_unique<moe::Engine>(2 <= moe::physical_cores().size() ? 2 : 1, "");
   engine->runner().run([] { return 0.0; }).wait();
   const pid_t child = fork();
   if (child == 0) {
+    alarm(20);
     bool refused = false;
     try {
       engine->runner();
     } catch (const std::runtime_error&) {
       refused = true;
     }
+    // Its own threads have the parent's numbers.
+    auto mine = std::make_unique<moe::Engine>(2 <= moe::physical_cores().size() ? 2 : 1, "");
+    mine->runner().run([] { return 0.0; }).wait();
     engine.reset();
+    mine->runner().run([] { return 0.0; }).wait();
+    mine.reset();
     _exit(refused ? 0 : 1);
   }
   int status = -1;

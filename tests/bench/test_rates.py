@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +45,23 @@ def test_a_window_counts_its_own_reading() -> None:
     reader = rates.Reader(gib=1)
     reader.window(0.01)
     assert reader.window(0.01) == reader.read - GIB
+
+
+def test_the_measuring_process_has_the_cpus_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moved: list[tuple[int, set[int]]] = []
+
+    def run(*command: object, preexec_fn: Callable[[], None] | None, **rest: object) -> Any:
+        if preexec_fn is not None:
+            preexec_fn()
+        return SimpleNamespace(returncode=0, stdout="{}", stderr="")
+
+    monkeypatch.setattr(rates.subprocess, "run", run)
+    monkeypatch.setattr(rates.os, "sched_setaffinity", lambda *given: moved.append(given))
+    rates.measure()
+    rates.measure(cpus={1, 3})
+    assert moved == [(0, {1, 3})]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

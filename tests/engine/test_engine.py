@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import psutil
@@ -214,6 +215,20 @@ def test_a_started_run_can_be_waited_for_a_while_or_not_at_all(generator: torch.
             time.sleep(0.001)
 
 
+def test_a_run_may_be_abandoned_while_another_thread_waits(generator: torch.Generator) -> None:
+    spec = make_spec(1024, 1024, Format.FP32)
+    with CpuExpertEngine(1) as engine:
+        plan = engine.plan(spec, random_shard(spec, 4, generator), max_tokens=1024, top_k=4)
+        batch = random_batch(spec, 1024, 4, (0, 4), generator)
+        run = plan.start(*batch, torch.empty(batch[0].shape))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(run.wait, 60)
+            time.sleep(0.002)
+            run.abandon()
+            assert waiting.result() >= 0
+        assert run.wait() == 0.0
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs another CPU")
 def test_a_started_run_has_the_first_core_and_who_starts_it_leaves_that(
     generator: torch.Generator,
@@ -386,6 +401,43 @@ def test_forked_child_is_told_and_may_make_its_own(generator: torch.Generator) -
         assert here.poll(20)
         assert here.recv() == engine.threads
         child.join()
+
+
+# The child makes an engine of its own, then lets go of its parent's: threads of the one have the
+# numbers of the other's, which stayed behind. And the same with a doorbell.
+_OWN_BEFORE_THE_PARENTS = """
+import os, torch
+from tests.engine import test_doorbell as t
+from tests.engine.shards import make_spec, random_batch, random_shard
+from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.experts import Format
+
+torch.set_num_threads(1)  # torch's own threads do not come along either
+
+def make():
+    generator, spec = torch.Generator().manual_seed(0), make_spec(64, 64, Format.FP32)
+    engine = CpuExpertEngine()
+    shard = random_shard(spec, 2, generator)
+    plan = engine.plan(spec, shard, max_tokens=1, top_k=1)
+    plan.start(*random_batch(spec, 1, 1, (0, 2), generator), torch.empty(1, 64)).wait()
+    return plan, *t.make(engine, generator)
+
+parents = make()
+child = os.fork()
+if child == 0:
+    import signal
+    signal.alarm(30)
+    mine = make()
+    del parents
+    more = make()
+    del mine, more
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_lets_go_of_its_parents_engine_after_its_own() -> None:
+    assert printed_by(_OWN_BEFORE_THE_PARENTS).strip() == "7"
 
 
 # A process that is stopped for 3 s while it waits 1 s for a run.

@@ -121,7 +121,7 @@ class ExpertPlan:
 
         Raises:
             ValueError: A tensor is not as `run` describes.
-            RuntimeError: The engine is closed.
+            RuntimeError: The engine is closed, or the thread that computes cannot start.
 
         What else `run` raises `ExpertRun.wait` does.
         """
