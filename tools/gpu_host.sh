@@ -143,8 +143,11 @@ alone() {
     echo "sizes-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner $PYTEST tests/gpu/test_sizes.py"
   done
   echo "correction $PYTEST tests/gpu/test_correction.py"
+  # Of calls that fail only the program hears, as ever: cuda.bindings asks the driver for all that a
+  # newer one has.
   for name in "layer.py -k 'bf16 and order'" "captured.py -k 'decoding and hybrid and captured'"; do
-    echo "memcheck-${name%%.*} compute-sanitizer --tool memcheck --error-exitcode 9 $PYTEST tests/gpu/test_$name"
+    echo "memcheck-${name%%.*} compute-sanitizer --tool memcheck --report-api-errors no" \
+      "--error-exitcode 9 $PYTEST tests/gpu/test_$name"
   done
 }
 
