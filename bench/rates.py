@@ -83,14 +83,11 @@ class Reader:
 
     def beside(self, work: Callable[[], int]) -> int:
         """Bytes that `work()` moves, and those read meanwhile."""
-        done = threading.Event()
-        read: list[int] = []
+        done, before = threading.Event(), self.read
 
         def passes() -> None:
-            before = self.read
             while not done.is_set():
                 self._pass()
-            read.append(self.read - before)
 
         thread = threading.Thread(target=passes)
         thread.start()
@@ -99,7 +96,7 @@ class Reader:
         finally:
             done.set()
             thread.join()
-        return moved + read[0]
+        return moved + self.read - before
 
     def _pass(self) -> None:
         self._engine.read_gb_per_s(self._memory)

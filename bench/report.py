@@ -75,8 +75,9 @@ def sections(files: Iterable[Path]) -> str:
     The newest first, files of one day in the order given; the CPU engine's last.
     """
     parts = []
-    for path in sorted(sorted(files, key=_date, reverse=True), key=_is_of_cpu):
-        runs = _runs(read(path))
+    found = sorted(((path, read(path)) for path in files), key=_date, reverse=True)
+    for path, of_file in sorted(found, key=_is_of_cpu):
+        runs = _runs(of_file)
         for number, rows in enumerate(runs, 1):
             head = rows[0]
             name = f"`{path.stem}`" + (f", run {number}" if len(runs) > 1 else "")
@@ -99,12 +100,12 @@ def sections(files: Iterable[Path]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _date(path: Path) -> str:
-    return max((row["date"] for row in read(path)), default="")
+def _date(file: tuple[Path, list[Row]]) -> str:
+    return max((row["date"] for row in file[1]), default="")
 
 
-def _is_of_cpu(path: Path) -> bool:
-    return any(row["bench"] == "cpu" for row in read(path))
+def _is_of_cpu(file: tuple[Path, list[Row]]) -> bool:
+    return any(row["bench"] == "cpu" for row in file[1])
 
 
 def _cpu_head(head: Row, name: str) -> tuple[str, str]:

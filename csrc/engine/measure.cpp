@@ -5,13 +5,12 @@
 #include <chrono>
 #include <cstring>
 
+#include "kernels/fetch.h"
+
 namespace moe {
 namespace {
 
 constexpr int64_t kPiece = int64_t{1} << 20;
-// To L2 and to L1, as the kernels do (kernels/body.h).
-constexpr int64_t kAhead = 4096;
-constexpr int64_t kNear = 512;
 // Tile products of a task: some 60 us. A thread that is slow, or starts late, leaves the others
 // more.
 constexpr int64_t kProducts = 10000;
@@ -28,9 +27,8 @@ void read_task(const void* context, int64_t task, int) {
   const int64_t end = std::min(begin + kPiece, reading.bytes) / 64 * 64;
   uint64_t sums[8] = {};
   for (int64_t at = begin; at < end; at += 64) {
-    // The hardware's own prefetching leaves bandwidth unused.
-    __builtin_prefetch(reading.memory + at + kAhead, 0, 2);
-    __builtin_prefetch(reading.memory + at + kNear, 0, 3);
+    // As the kernels do: the hardware's own prefetching leaves bandwidth unused.
+    fetch_ahead(reading.memory + at, kAheadBytes);
     uint64_t line[8];
     std::memcpy(line, reading.memory + at, sizeof line);
     for (int i = 0; i < 8; ++i) sums[i] ^= line[i];

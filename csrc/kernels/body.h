@@ -7,22 +7,14 @@
 // keeps for callers which run on any CPU.
 #pragma once
 
+#include "kernels/fetch.h"
+
 namespace {
 
 using moe::kRowBlock;
 using moe::kTokenBlock;
 
 constexpr int64_t kCacheLine = 64;
-
-// Weights are fetched twice: to L2 some KiB ahead, and from there to L1 just before they are used.
-// A line on its way to L1 holds one of a dozen buffers for as long as memory takes, and with those
-// alone in flight a core does not get its share of memory (two threads of AVX-512, one token: bf16
-// 25 GB/s, with both 29; INT4 21 and 25).
-constexpr int64_t kNearBytes = 512;
-[[gnu::always_inline]] inline void fetch_ahead(const std::byte* weights, int64_t ahead) {
-  __builtin_prefetch(weights + ahead, 0, 2);
-  __builtin_prefetch(weights + kNearBytes, 0, 3);
-}
 
 inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -131,8 +123,6 @@ struct Product {
 
  private:
   static constexpr int64_t kStreamTokens = 4;
-  // Enough for the latency of memory at the few bytes a cycle that a core gets of it.
-  static constexpr int64_t kAheadBytes = 4096;
 
   // Whole rows ahead: a task's next rows follow in memory, and so mostly do its next task's.
   int64_t ahead_bytes(int64_t rows) const {
