@@ -69,7 +69,10 @@ build() {
     touch "$sources"
     echo "built in $SECONDS s"
   fi
-  cp build/site/vllm_moe_offload/engine/_engine*.so src/vllm_moe_offload/engine/
+  # Put there whole: a run that is still going on may have the file that was there mapped.
+  local module=(build/site/vllm_moe_offload/engine/_engine*.so)
+  cp "${module[0]}" "src/vllm_moe_offload/engine/new-$BASHPID"
+  mv "src/vllm_moe_offload/engine/new-$BASHPID" "src/vllm_moe_offload/engine/${module[0]##*/}"
   # The sources as they are now; of what was installed, that it is a plugin of vLLM.
   export PYTHONPATH="$PWD/src:$PWD/build/site${PYTHONPATH:+:$PYTHONPATH}"
 }
@@ -241,7 +244,7 @@ together() {
   return $status
 }
 serve() { engines serve serve --contestants auto; }
-load() { engines load load --contestants cache,vllm-gpu; }
+load() { engines load load --layers 4 --load-format auto --contestants cache,vllm-gpu; }
 
 # A benchmark of the CPU engine: its file in OUT and its command.
 engine() {
