@@ -23,7 +23,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import fused_experts
 
-from bench.arguments import rows_file
+from bench.arguments import numbers, rows_file
 from bench.common import Run, append, summary
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -224,7 +224,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=rows_file, help="file the rows are appended to")
     parser.add_argument("--commit")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--batches", type=numbers, default=[1, 8])
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device")

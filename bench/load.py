@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 
-from bench import models, report, runner
-from bench.common import Row, summary
+from bench import arguments, models, report, runner
+from bench.common import MIN_REPEATS, Row, summary
 from bench.runner import Cell
 
 METRICS = {"load_s": "s", "peak_gpu_gib": "GiB", "peak_host_gib": "GiB", "expert_gpu_gib": "GiB"}
@@ -25,8 +25,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     runner.arguments(parser)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=arguments.number, default=MIN_REPEATS)
     options = parser.parse_args()
+    if options.repeats < MIN_REPEATS:
+        parser.error(f"--repeats {options.repeats}: a figure is a median of {MIN_REPEATS} or more")
     for name in ("gpus", "together"):
         if getattr(options, name) > 1:
             parser.error(f"--{name}: loads are timed one after another, on one GPU: leave it out")

@@ -473,7 +473,7 @@ def reason(log: str) -> str:
 @contextmanager
 def session(bench: str, options: argparse.Namespace) -> Iterator[Session]:
     """A session in a temporary folder; asked to end (SIGTERM), it ends what it has started."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix=f"bench-{bench}-") as folder:
         made = Session(bench, options, Path(folder))
         try:

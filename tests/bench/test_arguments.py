@@ -48,6 +48,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("decode prefill load", "--gpus 3", "--gpus: 3: this machine shows torch 2 CUDA devices"),
         ("load", "--gpus 2", "--gpus: loads are timed one after another"),
         ("load", "--together 2", "--together: loads are timed one after another"),
+        ("load", "--repeats 4", "--repeats 4: a figure is a median of 5 or more"),
         ("load", "--turns folder", "--turns: loading is what is timed"),
         ("decode prefill serve", "--runs 0", "--runs: '0': give numbers from 1 up"),
         ("decode prefill", "--together 0", "--together: '0': give numbers from 1 up"),

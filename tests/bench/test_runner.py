@@ -94,7 +94,7 @@ def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
 
     before = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(KeyboardInterrupt), runner.session("decode", parsed()) as s:
+        with pytest.raises(SystemExit, match="143"), runner.session("decode", parsed()) as s:
             s.prepare(2)
             Thread(target=ask).start()
             s.figures("vllm-gpu", [Cell("uniform", batch=1)], {})

@@ -22,19 +22,10 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # takes a second or more to compile for.
 SIZES = None if INTERPRETED else [(1, 1, 1), (6, 2, 2), (13, 5, 1), (24, 16, 7)]
 
-_marks = [] if INTERPRETED else [pytest.mark.gpu]
-_marks.append(
-    pytest.mark.skipif(
-        not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"
-    )
-)
-
 
 def marked(test: object) -> object:
     """A test that runs in the interpreter's process, and compiled where there is a device."""
-    for mark in _marks:
-        test = mark(test)
-    return test
+    return test if INTERPRETED else pytest.mark.gpu(test)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_captured_fetch_from_registered_memory_follows_the_list(name: str) -> None:
     layout = layout_of(LAYOUTS[name])

@@ -69,7 +69,6 @@ def test_more_than_a_block_of_every_program() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_copy_reads_what_is_there_when_it_is_replayed() -> None:
     source = create_cpu_mapped_tensor((7, 33), torch.bfloat16)
     assert source.is_pinned()

@@ -23,7 +23,6 @@ def test_every_tensor_is_a_list_of_its_numbers() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_busy_stream_is_not_waited_for() -> None:
     readout = Readout(torch.device("cuda"))
     counted = torch.tensor([7], device="cuda")
@@ -75,7 +74,6 @@ def test_only_inside_a_threads_calls_are_its_own(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_capture_of_another_thread_goes_on() -> None:
     counted, result = (torch.tensor([number], device="cuda") for number in (7, 0))
     readout = Readout(torch.device("cuda"))

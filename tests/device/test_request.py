@@ -229,7 +229,6 @@ def test_the_flags_lie_on_cache_lines_of_their_own() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("tokens", [1, 64])
 @pytest.mark.parametrize("answer", [DONE, FAILED])
 def test_a_captured_round_trip(tokens: int, answer: int) -> None:

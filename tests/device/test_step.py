@@ -267,7 +267,6 @@ def test_the_host_plans_a_step_in_between(policy: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_step_goes_on_from_the_one_before() -> None:
     layer = Layer(37, 11, "lfru", top_k=4, cache_topk=3, num_waves=2)
     pair = Pair(layer)

@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("vllm")
 import numpy as np
-import torch
 from vllm import LLM
 from vllm import envs as vllm_envs
 from vllm.compilation import monitor
@@ -30,10 +29,7 @@ from tests.gpu.decode_faults import FAULTS
 from tests.gpu.modes import Modes
 from vllm_moe_offload import moe_offload_args
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 DEMO = Path(__file__).parents[2] / "models" / "demo-moe"
 MODES = ("auto", "hybrid", "cache", "cpu")
 SIZES: dict[str, Any] = {

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import torch
 from vllm import LLM
 from vllm import envs as vllm_envs
 from vllm.compilation import monitor
@@ -36,10 +35,7 @@ from tests.gpu.drawing import (
 from tests.gpu.oracle import checked_layers
 from vllm_moe_offload import moe_offload_args
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SLOTS, LAYERS = 24, 2
 WAYS: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}, "captured": CAPTURED}
 SLOTTED: dict[str, Any] = {"slots_per_layer": SLOTS, "stream_threshold": "off"}

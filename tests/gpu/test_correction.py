@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-import torch
 
 from tests.e2e.engines import decoded, engine, stats
 from tests.gpu import checkpoints
@@ -21,10 +20,7 @@ from vllm_moe_offload.integration import share
 from vllm_moe_offload.lanes.meter import LaneMeter
 from vllm_moe_offload.planning import LaneRates
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,7 @@ from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.lanes import CapturedLayer, CpuLane, Lane
 from vllm_moe_offload.planning import LaneRates, fetch_limits, promotion_limits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SPEC = ExpertSpec(512, 256, Activation.SILU, Format.FP32)
 LAYERS, STEPS, EXPERTS, SLOTS, TOP_K, MOST = 3, 2, 24, 6, 4, 8
 REPLAYS = 12

@@ -16,10 +16,7 @@ from tests.gpu.oracle import Checked, checked_layers
 from tests.gpu.test_sameness import SIZES
 from vllm_moe_offload import moe_offload_args
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 E, TOP_K = checkpoints.EXPERTS, 8
 # Of the norm. The FP8 kernels quantise their input rows and their activations to e4m3 as well.
 FLOOR = {"bf16": 5e-3, "fp8_block": 6e-2}

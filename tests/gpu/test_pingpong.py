@@ -36,10 +36,7 @@ from vllm_moe_offload.device.copies import CopyStream, RowCopies
 from vllm_moe_offload.integration.formats import FormatLane
 from vllm_moe_offload.stream import LayerStreamer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LAYERS = 3  # the third takes the buffer of the first again
 STREAM = moe_offload_args(mode="stream")
 WAYS: dict[str, dict[str, Any]] = {

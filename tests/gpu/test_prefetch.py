@@ -30,10 +30,7 @@ from vllm_moe_offload.device import copies
 from vllm_moe_offload.device.copies import Mark
 from vllm_moe_offload.stream import LayerPrefetcher
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 LAYERS, STEP, NEW = 7, 2, 12
 BATCHES = (1, 3, 8)
 CYCLES = 10_000_000  # about 5 ms: a layer's copy takes 7

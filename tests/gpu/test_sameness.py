@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("vllm")
-import torch
 
 from tests.e2e.engines import (
     engine,
@@ -24,10 +23,7 @@ from tests.gpu import checkpoints
 from tests.gpu.memory import anonymous_bytes, watch_loading, watch_serving
 from vllm_moe_offload import moe_offload_args
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 # Formats that the kernel reads as the checkpoint has them.
 KEPT = ("bf16", "fp8_block", "fp8_channel")
 SLOTS = (8, 32, 127, 128)

@@ -13,16 +13,12 @@ import pytest
 
 pytest.importorskip("vllm")
 import aiohttp
-import torch
 
 from bench.server import metrics, server, stream
 from tests.gpu import checkpoints
 from vllm_moe_offload import moe_offload_args
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "skip_tokenizer_init": True,

@@ -13,10 +13,7 @@ from tests.e2e.engines import Prompts, engine, greedy, stats
 from tests.gpu import checkpoints
 from vllm_moe_offload import MemoryShortError, moe_offload_args
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")

@@ -40,10 +40,7 @@ from vllm_moe_offload.planning import TailRates
 from vllm_moe_offload.stream import CpuTail
 from vllm_moe_offload.stream import tail as tail_module
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 E, SLOTS = checkpoints.EXPERTS, 24
 ROWS = (65, 200, 512)
 CYCLES = 20_000_000  # about 10 ms: a layer's copies take 20

@@ -17,7 +17,6 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("vllm")
-import torch
 from vllm import LLM
 
 from tests.e2e import checkpoints
@@ -27,10 +26,7 @@ from tests.engine.faults import end_service_thread, kept_busy
 from tests.gpu.oracle import checked_layers
 from vllm_moe_offload import CpuLaneError, moe_offload_args
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SETTINGS: dict[str, Any] = {
     "dtype": "bfloat16",
     "gpu_memory_utilization": 0.1,

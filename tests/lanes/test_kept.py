@@ -190,7 +190,6 @@ def test_a_prompt_in_waves_leaves_what_its_last_rows_use(engine: CpuExpertEngine
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nothing_is_compiled_for_the_first_prompt() -> None:
     from vllm_moe_offload.device.fetch_kernel import fetch_kernel
     from vllm_moe_offload.device.keep_kernel import keep_kernel
