@@ -30,8 +30,10 @@ graphs).
 `auto`, `hybrid`, `cache`, `cpu` and `stream` are modes of this package, `vllm-gpu` is vLLM with
 everything on the GPU, `vllm-uva` its `--cpu-offload-gb` and `vllm-prefetch` its
 `--offload-group-size`, both on the experts. Routings (`uniform`, `local`, `switching`) are
-imposed on made-up weights: what they are, and what is given to each contestant, says
-[bench/README.md](../bench/README.md).
+imposed on made-up weights: what they are, what is given to each contestant, and what other rows
+are called, says [bench/README.md](../bench/README.md). An empty place was not to be measured.
+kt-kernel's INT4 has scales for 32 columns where ours has them for 128: compare operations there,
+not bytes.
 
 """
 TITLES = {

@@ -122,7 +122,6 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"cpu_threads": 0}, r"cpu_threads=0"),
         ({"slots_per_layer": 4, "gpu_memory_gib": 1}, r"both size the slots: give one"),
         ({"mode": "cpu", "slots_per_layer": 4}, r"mode='cpu' fetches nothing.*slots_per_layer"),
-        ({"mode": "cpu", "gpu_memory_gib": "auto"}, r"mode='cpu' fetches nothing"),
         ({"mode": "cpu", "policy": "lru"}, r"mode='cpu' has no slots"),
         ({"num_in_group": 2}, r"without group_size nothing is prefetched, so num_in_group"),
         ({"params": ["mlp"]}, r"without group_size nothing is prefetched, so params"),
@@ -164,6 +163,20 @@ def test_an_error_describes_a_setting_once(name: str) -> None:
     assert message.count(OffloadConfig.model_fields[name].description) == 1
     assert message.count(f"{name}='eight': ") == 1
     assert "number or 'auto'" in message and "policy='clock'" in message
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mode": "cpu", "gpu_memory_gib": "auto", "slots_per_layer": "auto"},
+        {"mode": "stream", "policy": "lfru", "stream_threshold": "auto", "stream_experts": "auto"},
+        {"mode": "cache", "correct_rates": "auto", "cache_topk": "auto"},
+        {"gpu_memory_gib": 4, "slots_per_layer": "auto"},
+        {"gpu_memory_gib": "auto", "slots_per_layer": 4},
+    ],
+)
+def test_a_setting_given_as_it_is_by_itself_goes_with_all_others(given: dict) -> None:
+    OffloadConfig.parse(given)
 
 
 @pytest.mark.parametrize("given", [None, {}, {"mode": "stream"}, {"cpu_threads": 2}])

@@ -200,32 +200,32 @@ class OffloadConfig(BaseModel):
         gib = self.gpu_memory_gib
         if isinstance(gib, float) and not 0 < gib * 2**30 < float("inf"):
             raise ValueError(f"gpu_memory_gib={gib}: give GiB above 0, or 'auto'")
-        if self.slots_per_layer is not None and self.gpu_memory_gib is not None:
+        sizes = [n for n in ("slots_per_layer", "gpu_memory_gib") if self._says(n)]
+        if len(sizes) == 2:
             raise ValueError(
                 "slots_per_layer and gpu_memory_gib both size the slots: give one of them"
             )
         if self.mode not in SPLIT_MODES:
             for name in SPLIT_SETTINGS:
-                if getattr(self, name) != "auto":
+                if self._says(name):
                     raise ValueError(
                         f"mode={self.mode!r} leaves no choice between fetching and the CPU, so "
                         f"{name} would decide nothing: leave it out, or use mode='hybrid'"
                     )
         if self.mode in SLOTLESS_MODES:
             why = SLOTLESS_MODES[self.mode]
-            sized = [n for n in ("slots_per_layer", "gpu_memory_gib") if getattr(self, n)]
-            if sized:
+            if sizes:
                 raise ValueError(
-                    f"mode={self.mode!r} {why}, so {sized[0]} would fill no slot: "
+                    f"mode={self.mode!r} {why}, so {sizes[0]} would fill no slot: "
                     "leave it out, or use mode='cache'"
                 )
             for name in ("policy", "stream_threshold"):
-                if name in self.model_fields_set:
+                if self._says(name):
                     raise ValueError(
                         f"mode={self.mode!r} has no slots, so {name} would decide nothing: "
                         "leave it out, or use mode='cache'"
                     )
-        if self.stream_experts != "auto" and (self.mode == "cpu" or self.stream_threshold == "off"):
+        if self._says("stream_experts") and (self.mode == "cpu" or self.stream_threshold == "off"):
             why = f"mode={self.mode!r}" if self.mode == "cpu" else "stream_threshold='off'"
             raise ValueError(
                 f"with {why} nothing is streamed, so stream_experts would decide nothing: leave "
@@ -233,6 +233,10 @@ class OffloadConfig(BaseModel):
             )
         self._check_prefetch()
         return self
+
+    def _says(self, name: str) -> bool:
+        """Whether the setting is another than where it is not given."""
+        return getattr(self, name) not in ("auto", type(self).model_fields[name].default)
 
     def _check_prefetch(self) -> None:
         given = [name for name in PREFETCH_SETTINGS if name in self.model_fields_set]

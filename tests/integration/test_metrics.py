@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess, 
 from vllm_moe_offload.integration import metrics
 from vllm_moe_offload.integration.metrics import (
     DecodeClock,
+    FloorClock,
     FolderCollector,
     Reporter,
     Totals,
@@ -70,20 +71,25 @@ def test_engines_that_share_a_folder_are_told_apart(
 def test_several_processes_share_what_one_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with several API servers; a reset of the statistics does not count backwards."""
+    """As with several API servers; a reset of the statistics takes nothing back."""
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(shared))
     monkeypatch.setattr(values, "ValueClass", values.ValueClass)
-    totals = [Totals(hits=5, bytes_cpu=7), Totals(hits=8, bytes_cpu=7), Totals(hits=2)]
+    totals = [Totals(hits=5, bytes_cpu=7), Totals(hits=8, bytes_cpu=7), Totals(hits=20)]
     reporter = Reporter(lambda: totals.pop(0), tmp_path)
-    for _ in range(3):
-        reporter.report()
+    reporter.report()
+    with reporter.restarting():
+        assert len(totals) == 1, "what was counted until then is read"
+    reporter.report()
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
+    one = FolderCollector()
+    one.folders.append(tmp_path)
+    registry.register(one)
     got = page(registry)
-    assert 'vllm_moe_offload_hits_total{engine="0"} 10.0' in got
-    assert 'vllm_moe_offload_bytes_total{engine="0",lane="cpu"} 7.0' in got
+    assert got.count('vllm_moe_offload_hits_total{engine="0"} 28.0') == 2, "shared, and by file"
+    assert got.count('vllm_moe_offload_bytes_total{engine="0",lane="cpu"} 7.0') == 2
 
 
 @pytest.fixture
@@ -148,6 +154,21 @@ def test_the_clock_leaves_idle_times_and_large_steps_out() -> None:
     ):
         clock.begin(rows, goes_on, now)
     assert clock.seconds == 1.0 + 1.5 + 1.0
+
+
+def test_missed_bytes_take_what_they_did_at_the_rate_of_their_time() -> None:
+    """A rate that is corrected later changes nothing that has been counted."""
+    floor = FloorClock()
+    assert floor.seconds(500, 0.0) == 0.0, "before the rates are measured"
+    assert floor.seconds(900, 100.0) == 4.0
+    assert floor.seconds(900, 400.0) == 4.0
+    assert floor.seconds(1700, 400.0) == 6.0
+
+
+def test_a_reset_goes_on_where_nothing_can_be_reported(tmp_path: Path) -> None:
+    reporter = Reporter(lambda: Totals(hits=3), tmp_path / "gone")
+    with reporter.restarting():
+        pass
 
 
 def test_nobody_who_asks_gets_no_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -53,6 +53,13 @@ def run(order: DemoRun) -> dict[str, Any]:
         **offload,
     )
     started = time.perf_counter() - began
+    for prompt in order.prompts:
+        count = len(llm.get_tokenizer().encode(prompt))
+        if count >= order.max_model_len:
+            raise OffloadError(
+                f"a prompt has {count} tokens: it and its text are up to {order.max_model_len} "
+                "here, give a shorter one"
+            )
     # Greedy, so that two runs can be compared; the penalty keeps a small model out of loops.
     parameters = SamplingParams(
         temperature=0.0,
@@ -70,7 +77,7 @@ def run(order: DemoRun) -> dict[str, Any]:
     for number, prompt in enumerate(order.prompts):
         began = time.perf_counter()
         engine.add_request(str(number), prompt, parameters)
-        _say(order, f"\n\x1b[1m{prompt}\x1b[0m")
+        _say(order, f"\n\x1b[1m{prompt}\x1b[0m" if sys.stdout.isatty() else f"\n{prompt}")
         sequence: list[int] = []
         while engine.has_unfinished_requests():
             for output in engine.step():

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the layers since the engine started, but for steps and tokens: of one layer.
+    """Sums over the layers since they began to count, but for steps and tokens: of one layer.
 
     `bytes_cpu`: of the experts that the CPU computed. `decode_seconds`: of steps that the device
     decided on and that others followed at once; `floor_seconds`: what the bytes that these steps
@@ -133,8 +134,25 @@ class DecodeClock:
         self._rows, self._began = rows, now
 
 
+class FloorClock:
+    """Seconds that missed bytes take, each at the rate that was known when they were missed."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._missed = 0
+
+    def seconds(self, missed: int, rate: float) -> float:
+        """Of all bytes missed, `missed`; those since the last call at `rate` a second, 0: none."""
+        if rate:
+            self._seconds += (missed - self._missed) / rate
+        self._missed = missed
+        return self._seconds
+
+
 class Reporter:
     """A thread of the worker that reports at first and then once an interval.
+
+    What it reports are sums since it began, which no reset of what it reads takes anything from.
 
     read: gives what has been counted; folder: where the file is written.
     """
@@ -144,6 +162,8 @@ class Reporter:
         self._file = folder / f"{os.getpid()}-{next(_numbers)}.json"
         self._interval = envs.VLLM_LOG_STATS_INTERVAL
         self._before = Totals()
+        self._sums = asdict(Totals())
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._shared = _shared() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else {}
         self._thread = threading.Thread(target=self._run, name="moe-offload-metrics", daemon=True)
@@ -160,22 +180,35 @@ class Reporter:
 
     def report(self) -> None:
         """Once."""
+        with self._lock:
+            self._report()
+
+    @contextmanager
+    def restarting(self) -> Iterator[None]:
+        """Inside, what is read is set to zero; what has been counted until then is reported."""
+        with self._lock:
+            try:
+                self._report()
+            except Exception:
+                logger.exception("moe_offload: what was counted last is in no metric")
+            yield
+            self._before = Totals()
+
+    def _report(self) -> None:
         totals = self._read()
+        before = asdict(self._before)
+        since = {name: value - before[name] for name, value in asdict(totals).items()}
+        self._before = totals
+        for name, value in since.items():
+            self._sums[name] += value
         half = self._file.with_suffix(".part")
-        half.write_text(json.dumps(asdict(totals)))
+        half.write_text(json.dumps(self._sums))
         half.replace(self._file)
-        now, before = asdict(totals), asdict(self._before)
-        # A reset of the statistics starts from nothing.
-        since = {
-            name: value - before[name] if value >= before[name] else value
-            for name, value in now.items()
-        }
         for metric in METRICS if self._shared else ():
             for labels, value in metric.values("0", since):
                 self._shared[metric.name].labels(*labels).inc(value)
         if since["steps"]:
             logger.info("moe_offload: %s", line(Totals(**since)))
-        self._before = totals
 
     def _run(self) -> None:
         try:

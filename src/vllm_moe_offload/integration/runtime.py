@@ -33,7 +33,14 @@ from vllm_moe_offload.integration.graphs import (
     limit_capture_sizes,
     most_captured,
 )
-from vllm_moe_offload.integration.metrics import DecodeClock, Reporter, Totals, clock, reporter
+from vllm_moe_offload.integration.metrics import (
+    DecodeClock,
+    FloorClock,
+    Reporter,
+    Totals,
+    clock,
+    reporter,
+)
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.refusals import refuse_whole_weights
 from vllm_moe_offload.integration.reserve import draft_model
@@ -90,6 +97,7 @@ class OffloadRuntime:
         # Where layers are streamed, from when the first ones are planned.
         self._streaming: Streaming | None = None
         self._clock = DecodeClock(MAX_CAPTURED)
+        self._floor = FloorClock()
         # Whether the step that comes next may ask the CPU lane for something.
         self._asks = True
         self._reporter: Reporter | None = None
@@ -497,13 +505,16 @@ class OffloadRuntime:
     def totals(self) -> Totals:
         """What has been counted, for the reporter's thread; no step waits for it."""
         layers = list(self._layers().values())
-        return worker_totals(layers, self._readout, self._share, self._clock)
+        return worker_totals(layers, self._readout, self._share, self._clock, self._floor)
 
     def reset_stats(self) -> None:
         """Set every layer's counters to zero, and the clock of decode steps."""
-        self._clock.seconds = 0.0
-        for layer in self._layers().values():
-            layer.reset_counters()
+        reporting = self._reporter.restarting() if self._reporter else contextlib.nullcontext()
+        with reporting:
+            self._clock.seconds = 0.0
+            self._floor = FloorClock()
+            for layer in self._layers().values():
+                layer.reset_counters()
         if self._share is not None:
             self._share.restart()
         if self._streaming is not None:

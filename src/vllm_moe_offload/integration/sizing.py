@@ -155,7 +155,8 @@ class Sizing:
 
     def _say_all_fit(self) -> None:
         """Offload stays on then: who has set a size may not know that nothing needs it."""
-        name = "gpu_memory_gib" if self._config.slots_per_layer is None else "slots_per_layer"
+        is_count = isinstance(self._config.slots_per_layer, int)
+        name = "slots_per_layer" if is_count else "gpu_memory_gib"
         logger.info(
             "moe_offload: with %s=%s every expert has a slot, and offload stays on; without it "
             "(automatic) a model whose experts all fit is served by stock vLLM",

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_moe_offload.device.readout import Readout
 from vllm_moe_offload.engine import CpuExpertEngine
-from vllm_moe_offload.integration.metrics import DecodeClock, Totals
+from vllm_moe_offload.integration.metrics import DecodeClock, FloorClock, Totals
 from vllm_moe_offload.integration.prefetch import GroupOffloader
 from vllm_moe_offload.integration.share import CpuShare
 from vllm_moe_offload.integration.streaming import Streaming
@@ -20,10 +20,11 @@ def worker_totals(
     readout: Readout,
     share: CpuShare | None,
     clock: DecodeClock,
+    floor: FloorClock,
 ) -> Totals:
     """For the reporter's thread, which waits for the device; no step does.
 
-    clock: of decode steps. There is to be a layer at least.
+    clock: of decode steps; floor: of what they missed. There is to be a layer at least.
     """
     readings = [layer.readings() for layer in layers]
     flat = iter(readout.read([t for named in readings for t in named.values()]))
@@ -46,7 +47,7 @@ def worker_totals(
         bytes_streamed=sum(one.bytes_streamed for one in every),
         bytes_kept=sum(one.bytes_kept for one in every),
         decode_seconds=clock.seconds,
-        floor_seconds=missed / both if both else 0.0,
+        floor_seconds=floor.seconds(missed, both),
     )
 
 
