@@ -50,6 +50,8 @@ Mode = Literal["auto", "cache", "hybrid", "cpu", "stream"]
 SPLIT_MODES = ("auto", "hybrid")
 # How they are split: of no use in the other modes.
 SPLIT_SETTINGS = ("cache_topk", "update_expert_num", "correct_rates")
+# What happens to experts that are in no slot: of no use where every expert has one.
+MISS_SETTINGS = ("policy", *SPLIT_SETTINGS, "stream_threshold", "stream_experts")
 # What decides which parameters beside the experts are prefetched; all else here is of experts.
 PREFETCH_SETTINGS = ("group_size", "num_in_group", "prefetch_step", "params")
 # Those without slots, and why.
@@ -199,15 +201,17 @@ class OffloadConfig(BaseModel):
             )
         gib = self.gpu_memory_gib
         if isinstance(gib, float) and not 0 < gib * 2**30 < float("inf"):
-            raise ValueError(f"gpu_memory_gib={gib}: give GiB above 0, or 'auto'")
-        sizes = [n for n in ("slots_per_layer", "gpu_memory_gib") if self._says(n)]
+            raise ValueError(
+                f"gpu_memory_gib={gib}: give GiB above 0 that a device can have, or 'auto'"
+            )
+        sizes = [n for n in ("slots_per_layer", "gpu_memory_gib") if self.says(n)]
         if len(sizes) == 2:
             raise ValueError(
                 "slots_per_layer and gpu_memory_gib both size the slots: give one of them"
             )
         if self.mode not in SPLIT_MODES:
             for name in SPLIT_SETTINGS:
-                if self._says(name):
+                if self.says(name):
                     raise ValueError(
                         f"mode={self.mode!r} leaves no choice between fetching and the CPU, so "
                         f"{name} would decide nothing: leave it out, or use mode='hybrid'"
@@ -220,12 +224,12 @@ class OffloadConfig(BaseModel):
                     "leave it out, or use mode='cache'"
                 )
             for name in ("policy", "stream_threshold"):
-                if self._says(name):
+                if self.says(name):
                     raise ValueError(
                         f"mode={self.mode!r} has no slots, so {name} would decide nothing: "
                         "leave it out, or use mode='cache'"
                     )
-        if self._says("stream_experts") and (self.mode == "cpu" or self.stream_threshold == "off"):
+        if self.says("stream_experts") and (self.mode == "cpu" or self.stream_threshold == "off"):
             why = f"mode={self.mode!r}" if self.mode == "cpu" else "stream_threshold='off'"
             raise ValueError(
                 f"with {why} nothing is streamed, so stream_experts would decide nothing: leave "
@@ -234,7 +238,7 @@ class OffloadConfig(BaseModel):
         self._check_prefetch()
         return self
 
-    def _says(self, name: str) -> bool:
+    def says(self, name: str) -> bool:
         """Whether the setting is another than where it is not given."""
         return getattr(self, name) not in ("auto", type(self).model_fields[name].default)
 

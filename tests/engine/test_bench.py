@@ -39,3 +39,7 @@ def test_rows_and_table() -> None:
 def test_too_little_memory_is_an_error() -> None:
     with pytest.raises(ValueError, match="raise gib"):
         bench.bench_cpu(shapes=[(4096, 2048)], formats=[Format.BF16], threads=[1], gib=0.01)
+    with pytest.raises(ValueError, match=r"16777216 rows .* GiB of memory are available: give few"):
+        bench.bench_cpu(
+            shapes=[(4096, 2048)], formats=[Format.BF16], rows=[1, 1 << 24], threads=[1], gib=1
+        )

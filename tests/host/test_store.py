@@ -299,6 +299,36 @@ def test_touching_keeps_what_is_there_and_counts_every_byte() -> None:
     assert torch.equal(values, torch.arange(3 << 20, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_each_node_touches_its_own_part_of_a_block(
+    nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    sets = [{cpus[node % len(cpus)]} for node in range(nodes)]
+    monkeypatch.setattr(pages, "node_cpus", lambda: sets)
+    touched: list[tuple[int, int, set[int]]] = []
+    inner = pages._touch_piece
+
+    def touch_piece(address: int, nbytes: int) -> int:
+        touched.append((address, nbytes, os.sched_getaffinity(0)))
+        return inner(address, nbytes)
+
+    monkeypatch.setattr(pages, "_touch_piece", touch_piece)
+    memory = map_pages(4 * PIECE)
+    begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    nbytes = 3 * PIECE + 12345
+    assert sum(touch([(begin, nbytes)])) == nbytes
+    share = -(-nbytes // nodes)
+    share += -share % mmap.PAGESIZE
+    at = begin
+    for address, count, where in sorted(touched):
+        assert address == at, "all of it, once"
+        at += count
+        assert where == sets[(address - begin) // share]
+        assert address % mmap.PAGESIZE == 0, "no page is of two nodes"
+    assert at == begin + nbytes
+
+
 def test_pages_are_private_huge_and_not_copied_by_a_fork() -> None:
     tensors = Registry().store().allocate(spec(1024, 1024).layout, 8)
     address = tensors["w13_weight"].data_ptr()
@@ -370,6 +400,17 @@ def test_dummy_numbers_fill_every_expert_and_repeat(
     assert (one["w2_zeros"] == 7).all()
     for name in one:
         assert torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_dummy_numbers_of_two_tensors_and_of_two_seeds_differ(device: str) -> None:
+    def filled(seed: int) -> list[torch.Tensor]:
+        tensors = {name: torch.zeros(4, 16, 8) for name in ("w13_weight", "w2_weight")}
+        fill_dummy(tensors, device, seed)
+        return [expert for tensor in tensors.values() for expert in tensor]
+
+    every = [*filled(1), *filled(100)]
+    assert len({tuple(expert.flatten().tolist()) for expert in every}) == len(every)
 
 
 def test_what_cannot_be_mapped_is_not_counted() -> None:

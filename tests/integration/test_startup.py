@@ -443,17 +443,30 @@ def test_the_log_names_the_cpus_threads_where_they_compute(
     [
         ({"slots_per_layer": 16}, ["with slots_per_layer=16 every expert has a slot, and offload"]),
         ({"gpu_memory_gib": 0.01}, ["with gpu_memory_gib=0.01 every expert has a slot, and offlo"]),
-        ({"slots_per_layer": 15}, []),
+        ({"slots_per_layer": 15, "policy": "lru"}, []),
+        (
+            {"slots_per_layer": 16, "policy": "lru"},
+            ["every expert fits on the device, so polic"],
+        ),
+        (
+            {"policy": "lru", "stream_threshold": 4},
+            ["every expert fits on the device, so polic"],
+        ),
+        ({"stream_threshold": "off"}, []),
         ({}, []),
     ],
 )
-def test_the_log_says_that_a_given_size_holds_every_expert(
+def test_the_log_says_that_every_expert_fits_and_what_decides_nothing_then(
     model: Path, settings: dict, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(sizing.logger, "info", lambda text, *given: lines.append(text % given))
+    for level in ("info", "warning"):
+        monkeypatch.setattr(sizing.logger, level, lambda text, *given: lines.append(text % given))
     with engine(model, **moe_offload_args(**settings)) as ours:
-        assert bool(stats(ours)["layers"]) is bool(settings)
+        is_given = bool({"slots_per_layer", "gpu_memory_gib"} & set(settings))
+        assert bool(stats(ours)["layers"]) is is_given
+    if is_given and len(lines) == 2:
+        assert lines.pop().startswith("moe_offload: with slots_per_layer=16 every expert")
     assert [line.removeprefix("moe_offload: ")[: len(said[0])] for line in lines] == said
 
 

@@ -66,7 +66,7 @@ def test_buffers_of_known_models() -> None:
         (5, 789, 0),
         (None, 750, 75),
         (None, 749, 40),
-        (None, 190, 0),  # an eighth would leave less than half to the slots
+        (None, 190, 0),  # an eighth leaves less than a slot a layer
     ],
 )
 def test_larger_buffers_are_taken_where_they_are_small_beside_the_slots(
@@ -84,6 +84,21 @@ def test_larger_buffers_are_taken_where_they_are_small_beside_the_slots(
     if slots is None:
         room = budget - buffers
         assert found == plan_slots(LAYERS, slots_per_layer=None, budget_bytes=room)
+
+
+@pytest.mark.parametrize(("buffers", "taken"), [(150, 150), (151, 0)])
+def test_buffers_that_nobody_asked_for_leave_half_to_the_slots(buffers: int, taken: int) -> None:
+    def plan(is_wanted: bool) -> int:
+        return plan_with_buffers(
+            LAYERS,
+            slots_per_layer=None,
+            budget_bytes=301,
+            buffer_bytes=buffers,
+            is_wanted=is_wanted,
+        )[1]
+
+    assert plan(is_wanted=False) == taken
+    assert plan(is_wanted=True) == buffers
 
 
 @given(

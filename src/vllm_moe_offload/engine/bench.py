@@ -151,11 +151,25 @@ def _check(
             f"{gib} GiB of experts were asked for, and {available:.1f} GiB of memory are "
             "available: give more than 0 and less than that"
         )
+    calls = max(max(rows) * _row_bytes(spec) for spec in specs) / 2**30
+    if gib + calls >= available:
+        raise ValueError(
+            f"{max(rows)} rows an expert take {calls:.1f} GiB beside the experts' {gib}, and "
+            f"{available:.1f} GiB of memory are available: give fewer rows"
+        )
     largest = max(spec.layout.nbytes for spec in specs)
     if _memory_bytes(gib) < TOP_K * largest:
         raise ValueError(
             f"{gib} GiB do not hold the {TOP_K} experts of a call, {largest} bytes each: raise gib"
         )
+
+
+def _row_bytes(spec: ExpertSpec) -> int:
+    """What a row of a call takes at most: itself, its experts' products and its sums, as floats.
+
+    Drawn, converted, as the kernels want it and summed up; of the products both and the activated.
+    """
+    return 4 * (4 * spec.hidden + TOP_K * (3 * spec.intermediate + REPEATS + 1))
 
 
 def _bench_engine(

@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_moe_offload.amounts import amount
-from vllm_moe_offload.config import SLOTLESS_MODES, OffloadConfig
+from vllm_moe_offload.config import MISS_SETTINGS, SLOTLESS_MODES, OffloadConfig
 from vllm_moe_offload.device import Device
 from vllm_moe_offload.errors import PREFIX, ConfigError, MemoryShortError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
@@ -138,9 +138,7 @@ class Sizing:
         if needed > free:
             self._store.require(also_needed=needs)
             raise MemoryShortError(f"{needs}: give fewer, or 'auto' ({self._store.needs()})")
-        if plan.fits and not self._is_automatic:
-            if is_wanted:
-                self._say_nothing_is_streamed()
+        if plan.fits:
             self._say_all_fit()
         stays = self._is_automatic and plan.fits
         return Sizes((None,) * len(counts) if stays else counts, buffers, needs)
@@ -154,28 +152,35 @@ class Sizing:
         )
 
     def _say_all_fit(self) -> None:
-        """Offload stays on then: who has set a size may not know that nothing needs it."""
-        is_count = isinstance(self._config.slots_per_layer, int)
-        name = "slots_per_layer" if is_count else "gpu_memory_gib"
+        """Which settings decide nothing then, and that offload stays on where a size was given.
+
+        ConfigError where streaming was asked for beside slots for every expert.
+        """
+        slots = self._config.slots_per_layer
+        idle = [
+            name
+            for name in MISS_SETTINGS
+            if self._config.says(name) and getattr(self._config, name) != "off"
+        ]
+        streaming = ", ".join(name for name in idle if name.startswith("stream_"))
+        if isinstance(slots, int) and streaming:
+            raise ConfigError(
+                f"slots_per_layer={slots} has every expert in a slot, so nothing is streamed and "
+                f"{streaming} would decide nothing: leave one of them out"
+            )
+        if idle:
+            logger.warning(
+                "moe_offload: every expert fits on the device, so %s decides nothing",
+                ", ".join(idle),
+            )
+        if self._is_automatic:
+            return
+        name = "slots_per_layer" if isinstance(slots, int) else "gpu_memory_gib"
         logger.info(
             "moe_offload: with %s=%s every expert has a slot, and offload stays on; without it "
             "(automatic) a model whose experts all fit is served by stock vLLM",
             name,
             getattr(self._config, name),
-        )
-
-    def _say_nothing_is_streamed(self) -> None:
-        """ConfigError where slots for every expert were asked for; a warning where they fit."""
-        settings = ("stream_threshold", "stream_experts")
-        asked = ", ".join(name for name in settings if isinstance(getattr(self._config, name), int))
-        if isinstance(self._config.slots_per_layer, int):
-            raise ConfigError(
-                f"slots_per_layer={self._config.slots_per_layer} has every expert in a slot, so "
-                f"nothing is streamed and {asked} would decide nothing: leave one of them out"
-            )
-        logger.warning(
-            "moe_offload: every expert has a slot, so nothing is streamed and %s decides nothing",
-            asked,
         )
 
     def _ping_pong(self, modules: list[OffloadedRoutedExperts], taken: Taken) -> Sizes:
