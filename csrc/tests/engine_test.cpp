@@ -217,7 +217,8 @@ void test_runner() {
 
 // A process forked from one with a runner has none: it says so, and does not wait for it.
 void test_runner_and_fork() {
-  auto engine = std::make_unique<moe::Engine>(2 <= moe::physical_cores().size() ? 2 : 1, "");
+  const int threads = moe::physical_cores().size() < 2 ? 1 : 2;
+  auto engine = std::make_unique<moe::Engine>(threads, "");
   engine->runner().run([] { return 0.0; }).wait();
   const pid_t child = fork();
   if (child == 0) {
@@ -230,7 +231,7 @@ void test_runner_and_fork() {
     }
 #if !defined(__SANITIZE_THREAD__)  // which lets no thread start behind a fork
     // Its own threads have the parent's numbers.
-    auto mine = std::make_unique<moe::Engine>(2 <= moe::physical_cores().size() ? 2 : 1, "");
+    auto mine = std::make_unique<moe::Engine>(threads, "");
     mine->runner().run([] { return 0.0; }).wait();
     engine.reset();
     mine->runner().run([] { return 0.0; }).wait();

@@ -165,9 +165,10 @@ def _check(
 
 
 def _row_bytes(spec: ExpertSpec) -> int:
-    """What a row of a call takes at most: itself, its experts' products and its sums, as floats.
+    """What a row of a call takes at most, all of it as numbers of four bytes.
 
-    Drawn, converted, as the kernels want it and summed up; of the products both and the activated.
+    Itself drawn, converted, as the kernels want it and summed up; of each of its experts both
+    products, the activated one, and the number in the lists of all calls.
     """
     return 4 * (4 * spec.hidden + TOP_K * (3 * spec.intermediate + REPEATS + 1))
 

@@ -155,18 +155,20 @@ class Streaming:
         # Buffers that nothing passes through are memory that slots could have.
         is_idle = threshold is None or threshold >= most_rows
         log = logger.warning if is_idle else logger.info
-        # Without slots the mode says how large they are, and that every step is.
-        is_set = bool(layer.num_slots)
-        which = f"steps of {_sizes(threshold, most_rows)} are streamed (stream_threshold)"
+        if layer.num_slots:
+            set_by = " (stream_experts)"
+            which = f"steps of {_sizes(threshold, most_rows)} are streamed (stream_threshold)"
+        else:  # the mode says both
+            set_by, which = "", "every step is streamed"
         log(
             "moe_offload: %s in two buffers of %d experts%s; a streamed layer of %d takes %.2f ms, "
             "and %s",
             amount(self.device_bytes),
             layer.buffer_experts,
-            " (stream_experts)" if is_set else "",
+            set_by,
             layer.num_experts,
             1e3 * seconds,
-            which if is_set else "every step is streamed",
+            which,
         )
 
     def expect(self, rows: int) -> bool:
