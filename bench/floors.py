@@ -13,7 +13,7 @@ from bench.models import Shape
 from vllm_moe_offload.routing import Residency
 from vllm_moe_offload.routing.simulate import simulate
 
-GB = 1e9
+GB, TERA = 1e9, 1e12
 _WARM, _STEPS, _LAYERS = 100, 200, 2
 
 
@@ -64,15 +64,25 @@ def prefill_ms(
     chunk: int,
     slots: int,
     both_gb_per_s: float,
+    h2d_gb_per_s: float | None = None,
+    cpu_tflop_per_s: float | None = None,
     gpu_ms: float | None = None,
 ) -> float:
     """The least time to prefill `tokens` in steps of up to `chunk`: the GPU's own time, or that of
     what it lacks, in every step anew.
+
+    That is copied, or computed by the CPU: no faster than both move bytes, nor, where these are
+    known, than copies by themselves beside the CPU's arithmetic. Experts have as many rows each.
     """
-    missed = 0.0
+    moved = 0.0
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start)
         needed = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** rows)
-        missed += max(0.0, needed - slots)
-    moved = 1e3 * missed * shape.layers * shape.expert_bytes / (both_gb_per_s * GB)
-    return max(gpu_ms or 0.0, moved)
+        seconds = shape.expert_bytes / (both_gb_per_s * GB)
+        if h2d_gb_per_s is not None and cpu_tflop_per_s is not None:
+            # Two products with [2I, H] and [H, I], a multiplication and an addition a number.
+            flop = 6 * shape.hidden * shape.intermediate * rows * shape.top_k / needed
+            copied_a_second = h2d_gb_per_s * GB / shape.expert_bytes
+            seconds = max(seconds, 1 / (copied_a_second + cpu_tflop_per_s * TERA / flop))
+        moved += max(0.0, needed - slots) * seconds
+    return max(gpu_ms or 0.0, 1e3 * shape.layers * moved)

@@ -51,6 +51,8 @@ def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
             chunk=chunk,
             slots=session.slots,
             both_gb_per_s=both,
+            h2d_gb_per_s=session.value("machine", "h2d_gb_per_s"),
+            cpu_tflop_per_s=session.value("machine", "cpu_tflop_per_s"),
             gpu_ms=gpu_ms,
         )
     if not cell.is_simulated or cell.batch is None:

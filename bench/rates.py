@@ -3,7 +3,8 @@
     python -m bench.rates --json FILE
 
 Each figure is the median of timed windows. `h2d` copies pieces of the size of an expert from pinned
-memory; `read` has all threads of the CPU expert engine read memory; `gpu_read` sums GPU memory.
+memory; `read` has all threads of the CPU expert engine read memory; `gpu_read` sums GPU memory;
+`cpu_tflop` is the engine's arithmetic, with experts of 256 rows each.
 """
 
 from __future__ import annotations
@@ -21,16 +22,27 @@ from typing import Any
 from bench.arguments import number, rows_file
 from bench.common import MIN_REPEATS, ROOT, Row, Run, append, summary
 
-METRICS = ("h2d_gb_per_s", "read_gb_per_s", "both_gb_per_s", "gpu_read_gb_per_s")
+METRICS = {
+    "h2d_gb_per_s": "GB/s",
+    "read_gb_per_s": "GB/s",
+    "both_gb_per_s": "GB/s",
+    "gpu_read_gb_per_s": "GB/s",
+    "cpu_tflop_per_s": "TFLOP/s",
+}
 # Qwen3-30B-A3B's expert in bf16.
-PIECE = 3 * 2048 * 768 * 2
+_HIDDEN, _INTERMEDIATE = 2048, 768
+PIECE = 3 * _HIDDEN * _INTERMEDIATE * 2
+# Experts of a step of the engine's arithmetic, and rows of each.
+_EXPERTS, _ROWS = 8, 256
+# Bytes of a bf16 of 0.0115. Ones would be subnormal numbers, whose products take far longer.
+_SMALL = 0x3C
 _NO_GPU = "no CUDA device"
 
 
 def measure(
     piece: int = PIECE, seconds: float = 0.6, repeats: int = 7, cpus: set[int] | None = None
 ) -> dict[str, Any]:
-    """Metric -> its repeats in GB/s, or a text that says why there are none.
+    """Of `METRICS` each one's repeats, or a text that says why there are none.
 
     In a process of its own, which may use `cpus` alone, by default all of this process's.
     """
@@ -52,15 +64,15 @@ def measure(
 def rows(run: Run, figures: dict[str, Any], **common: Any) -> list[Row]:
     """The figures of `measure` as rows of the contestant ``machine``."""
     made = []
-    for metric in METRICS:
+    for metric, unit in METRICS.items():
         got = figures[metric]
         value = {"note": got} if isinstance(got, str) else summary(got)
-        made.append(run.row(contestant="machine", metric=metric, unit="GB/s", **common, **value))
+        made.append(run.row(contestant="machine", metric=metric, unit=unit, **common, **value))
     return made
 
 
 class Reader:
-    """Reads memory with all threads of the CPU expert engine, as its kernels do."""
+    """Reads memory with all threads of the CPU expert engine, as its kernels do, and computes."""
 
     def __init__(self, gib: int = 2) -> None:
         import torch
@@ -71,7 +83,7 @@ class Reader:
         self._engine = CpuExpertEngine()
         # Several times what caches hold; in huge pages, as served experts are.
         self._memory = torch.frombuffer(map_pages(gib << 30), dtype=torch.uint8)
-        self._memory.fill_(1)
+        self._memory.fill_(_SMALL)
         self.read = 0
 
     def window(self, seconds: float) -> int:
@@ -97,6 +109,31 @@ class Reader:
             done.set()
             thread.join()
         return moved + self.read - before
+
+    def compute(self) -> Callable[[], float]:
+        """Makes a step of the engine's; it returns the TFLOP that it has computed."""
+        import torch
+
+        from vllm_moe_offload.experts import Activation, ExpertSpec, Format
+
+        spec = ExpertSpec(_HIDDEN, _INTERMEDIATE, Activation.SILU, Format.BF16)
+        shard, at = {}, 0
+        for part in spec.layout.tensors:
+            size = _EXPERTS * part.nbytes
+            piece = self._memory[at : at + size].view(part.dtype)
+            shard[part.name] = piece.view(_EXPERTS, *part.shape)
+            at += size
+        plan = self._engine.plan(spec, shard, max_tokens=_EXPERTS * _ROWS, top_k=1)
+        x = torch.randn(_EXPERTS * _ROWS, _HIDDEN).bfloat16()
+        ids = torch.arange(_EXPERTS, dtype=torch.int32).repeat(_ROWS).unsqueeze(1)
+        weights, out = torch.ones(ids.shape), torch.empty(x.shape)
+        tflop = 6 * _HIDDEN * _INTERMEDIATE * len(x) / 1e12
+
+        def step() -> float:
+            plan.run(x, ids, weights, out)
+            return tflop
+
+        return step
 
     def _pass(self) -> None:
         self._engine.read_gb_per_s(self._memory)
@@ -132,16 +169,19 @@ class Copies:
 def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
     import torch
 
-    def windows(work: Callable[[], int]) -> list[float]:
+    def windows(work: Callable[[], float], unit: float = 1e9) -> list[float]:
         rates = []
         for _ in range(repeats + 1):
             began = time.perf_counter()
-            moved = work()
-            rates.append(moved / (time.perf_counter() - began) / 1e9)
+            done = work()
+            rates.append(done / (time.perf_counter() - began) / unit)
         return rates[1:]
 
     reader = Reader()
-    out: dict[str, Any] = {"read_gb_per_s": windows(lambda: reader.window(seconds))}
+    out: dict[str, Any] = {
+        "read_gb_per_s": windows(lambda: reader.window(seconds)),
+        "cpu_tflop_per_s": windows(reader.compute(), 1.0),
+    }
     if not torch.cuda.is_available():
         return dict.fromkeys(METRICS, _NO_GPU) | out
     copies = Copies(piece)

@@ -8,6 +8,7 @@ Ratios are of rows of one file only. A figure's share of the floor stands behind
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,12 +198,13 @@ def _notes(rows: Sequence[Row]) -> str:
 
 
 def _rates(rows: Sequence[Row]) -> str:
-    figures = [
-        f"{row['metric'].removesuffix('_gb_per_s').replace('_', ' ')} {row['value']:.1f}"
-        for row in rows
-        if row["contestant"] == "machine" and row["value"] is not None
-    ]
-    return f"The machine in this run, GB/s: {', '.join(figures)}." if figures else ""
+    figures: dict[str, list[str]] = {}
+    for row in rows:
+        if row["contestant"] == "machine" and row["value"] is not None:
+            name = re.sub("_[a-z]+_per_s$", "", row["metric"]).replace("_", " ")
+            figures.setdefault(row["unit"], []).append(f"{name} {row['value']:.1f}")
+    each = (f"{unit}: {', '.join(those)}" for unit, those in figures.items())
+    return f"The machine in this run, {'; '.join(each)}." if figures else ""
 
 
 def main() -> None:

@@ -150,6 +150,25 @@ def test_the_floor_of_a_prefill_is_the_longer_of_gpu_and_copies() -> None:
     assert chunked == pytest.approx(4 * moved, rel=1e-6), "every chunk copies anew"
 
 
+def test_the_floor_of_a_prefill_knows_what_the_cpu_computes() -> None:
+    """Copied at 9437184 / 50e9 s an expert, or computed, 256 rows of 9.4 MFLOP at 4 TFLOP/s."""
+
+    def floor(tokens: int, tflop: float) -> float:
+        return floors.prefill_ms(
+            QWEN,
+            **dict(tokens=tokens, chunk=8192, slots=26, both_gb_per_s=140),
+            **dict(h2d_gb_per_s=50, cpu_tflop_per_s=tflop),
+        )
+
+    copy, compute = 9437184 / 50e9, 256 * 6 * 2048 * 768 / 4e12
+    both = 1e3 * 24 * 102 / (1 / copy + 1 / compute)
+    assert floor(4096, 4) == pytest.approx(both, rel=1e-6)
+    assert floor(4096, 4) < 1e3 * 24 * 102 * copy
+    assert floor(8192, 4) > floor(4096, 4), "each expert has more rows"
+    assert floor(8192, 1e-9) == pytest.approx(1e3 * 24 * 102 * copy, rel=1e-6), "all is copied"
+    assert floor(512, 4) == pytest.approx(1e3 * 24 * 102 * 9437184 / 140e9, rel=1e-2), "few rows"
+
+
 def test_the_floor_of_routings_in_turns_is_their_mean() -> None:
     class Measured:
         shape, slots = QWEN, 26

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench import rates
+from vllm_moe_offload.engine import ExpertPlan
 
 GIB = 1 << 30
 
@@ -64,9 +65,33 @@ def test_the_measuring_process_has_the_cpus_that_it_is_given(
     assert moved == [(0, {1, 3})]
 
 
+def test_the_engine_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every expert has as many rows, and what is counted is all their products."""
+    monkeypatch.setattr(rates, "_EXPERTS", 3)
+    monkeypatch.setattr(rates, "_ROWS", 2)
+    calls = []
+    run = ExpertPlan.run
+
+    def noted(plan: ExpertPlan, x: torch.Tensor, ids: torch.Tensor, *rest: torch.Tensor) -> None:
+        calls.append((x, ids))
+        run(plan, x, ids, *rest)
+        assert rest[1].abs().max() > 0
+
+    monkeypatch.setattr(ExpertPlan, "run", noted)
+    step = rates.Reader(gib=1).compute()
+    assert not calls
+    assert step() == pytest.approx(6 * 2 * 3 * 2048 * 768 * 1e-12)  # 3 matrices, 2 for each number
+    ((x, ids),) = calls
+    assert x.shape == (6, 2048)
+    assert ids.flatten().bincount().tolist() == [2, 2, 2]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_machine_without_a_gpu_has_the_rate_of_its_memory_alone() -> None:
+def test_a_machine_without_a_gpu_has_the_rates_of_its_cpu_alone() -> None:
     found = rates.measure(seconds=0.01, repeats=5)
     assert len(found["read_gb_per_s"]) == 5
     assert min(found["read_gb_per_s"]) > 0
-    assert {found[name] for name in rates.METRICS if name != "read_gb_per_s"} == {"no CUDA device"}
+    assert len(found["cpu_tflop_per_s"]) == 5
+    assert min(found["cpu_tflop_per_s"]) > 0
+    rest = set(rates.METRICS) - {"read_gb_per_s", "cpu_tflop_per_s"}
+    assert {found[name] for name in rest} == {"no CUDA device"}
