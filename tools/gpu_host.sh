@@ -14,7 +14,7 @@
 # that count the whole GPU's memory or measure its bus, and memcheck); engine_tests, kernels, scaling,
 # kt (the CPU engine, kt-kernel on the path); decode, modes, pingpong, prefill, fp8, resident, serve,
 # load; together (sets of these that TOGETHER names, by default fp8, modes and resident: all their
-# engines start at once, on the GPUs in turn, and then one measures after another).
+# engines start at once, on the GPUs in turn, and then one measures after another; serve may be one).
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
@@ -22,6 +22,8 @@
 # another, nothing beside them. What has not ended after SECONDS is stopped.
 #
 # ONLY: a pattern of the names of tests and soaks. COMMIT, CARD: what rows call code and machine.
+# DEVICES: the GPUs that tests and soaks use ("1", "0 1"; all of them). They use the CPUs that this
+# script may (taskset), so that two of it can run beside each other.
 # TOUCH: GiB of memory to touch during the build, by all CPUs: a virtual machine may get its memory
 # only then, and engines that touch it by themselves start slowly.
 
@@ -37,7 +39,9 @@ shift 2
 COMMIT=${COMMIT:-$(git rev-parse --short HEAD)}
 CARD=${CARD:-$(nvidia-smi --query-gpu=name --format=csv,noheader | awk 'NR == 1 { print tolower($NF) }')}
 GPUS=$(nvidia-smi --list-gpus | wc -l)
-AT_ONCE=${AT_ONCE:-$((4 * GPUS))}
+DEVICES=${DEVICES:-$(seq -s ' ' 0 $((GPUS - 1)))}
+CPUS=$(python3 -c 'import os; print(*sorted(os.sched_getaffinity(0)))')
+AT_ONCE=${AT_ONCE:-$((4 * $(wc -w <<< "$DEVICES")))}
 SETS=" tests soaks both alone engine_tests kernels scaling kt decode modes pingpong prefill fp8 resident serve load together "
 for set in "$@"; do
   if [[ $SETS != *" $set "* ]]; then
@@ -51,8 +55,8 @@ for set in "$@"; do
 done
 read -ra TOGETHER <<< "${TOGETHER:-fp8 modes resident}"
 for set in "${TOGETHER[@]}"; do
-  if [[ " decode modes pingpong prefill fp8 resident " != *" $set "* ]]; then
-    echo "TOGETHER: $set: give some of decode, modes, pingpong, prefill, fp8 and resident" >&2
+  if [[ " decode modes pingpong prefill fp8 resident serve " != *" $set "* ]]; then
+    echo "TOGETHER: $set: give some of decode, modes, pingpong, prefill, fp8, resident and serve" >&2
     exit 2
   fi
 done
@@ -111,28 +115,32 @@ soaks() {
 
 tests() {
   local name runner
-  for name in $KINDS; do
-    for runner in 0 1; do
-      echo "sameness-$name-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner" \
-        "$PYTEST tests/gpu/test_sameness.py -k $name"
-    done
-  done
-  for name in captured pingpong; do
+  for name in pingpong captured; do
     echo "$name $PYTEST tests/gpu/test_$name.py"
   done
-  echo "prefetch-stock $PYTEST tests/gpu/test_prefetch.py -k 'not late and not noticed'"
+  echo "stream $PYTEST tests/gpu/test_stream.py -k 'not further'"
   echo "prefetch-late $PYTEST tests/gpu/test_prefetch.py -k 'late or noticed'"
+  echo "device $PYTEST tests/device tests/lanes"
+  echo "prefetch-attention $PYTEST tests/gpu/test_prefetch.py -k attention"
+  echo "prefetch-stock $PYTEST tests/gpu/test_prefetch.py -k 'not late and not noticed and not attention'"
   for name in qwen3_moe mixtral deepseek_v2 olmoe demo; do
     echo "architectures-$name $PYTEST tests/gpu/test_architectures.py -k $name"
   done
   for name in $KINDS; do
     echo "stream-$name $PYTEST tests/gpu/test_stream.py -k 'further and $name'"
   done
-  echo "stream $PYTEST tests/gpu/test_stream.py -k 'not further'"
-  for name in watchdog delays layer server; do
+  for name in layer watchdog; do
     echo "$name $PYTEST tests/gpu/test_$name.py"
   done
-  echo "device $PYTEST tests/device tests/lanes"
+  for name in $KINDS; do
+    for runner in 0 1; do
+      echo "sameness-$name-v$((runner + 1)) VLLM_USE_V2_MODEL_RUNNER=$runner" \
+        "$PYTEST tests/gpu/test_sameness.py -k $name"
+    done
+  done
+  for name in server delays; do
+    echo "$name $PYTEST tests/gpu/test_$name.py"
+  done
 }
 
 both() {
@@ -156,17 +164,20 @@ alone() {
 
 # One such line; SLOT is which of the processes it is that run at once.
 job() {
-  local name=${1%% *} word status=0 began=$SECONDS cpus=$(($(nproc) / AT_ONCE))
-  ((cpus)) || cpus=1
-  local first=$((SLOT * cpus % $(nproc))) seconds
+  local name=${1%% *} word status=0 began=$SECONDS seconds
+  read -ra devices <<< "$DEVICES"
+  read -ra cpus <<< "$CPUS"
+  local share=$((${#cpus[@]} / AT_ONCE))
+  ((share)) || share=1
+  local mine=${cpus[*]:SLOT * share % ${#cpus[@]}:share}
   seconds=$(left 10)
   if ((seconds < 30)); then
     echo "NOT STARTED $name"
     return 1
   fi
   {
-    eval "CUDA_VISIBLE_DEVICES=$((SLOT % GPUS)) timeout --signal=INT --kill-after=8 $seconds" \
-      "taskset --cpu-list $first-$((first + cpus - 1)) env ${1#* }" || status=$?
+    eval "CUDA_VISIBLE_DEVICES=${devices[SLOT % ${#devices[@]}]} timeout --signal=INT" \
+      "--kill-after=8 $seconds taskset --cpu-list ${mine// /,} env ${1#* }" || status=$?
   } > "$OUT/$name.log" 2>&1
   case $status in
     0) word=ok ;;
@@ -186,7 +197,7 @@ at_once() {
     return 1
   fi
   export -f job left
-  export ENDS OUT GPUS
+  export ENDS OUT DEVICES CPUS
   grep -E "^[^ ]*(${ONLY:-.*})[^ ]* " |
     AT_ONCE=$1 xargs --delimiter '\n' --max-procs "$1" --process-slot-var=SLOT -I{} bash -c 'job "$1"' _ {}
 }
@@ -198,7 +209,7 @@ engines() {
   local name=$1 file=$2
   shift 2
   timeout --signal=TERM --kill-after=10 "$(left 5)" python3 -m "bench.$name" "$@" --seconds 4 \
-    ${TURNS:+--turns "$OUT/turns" --runs "$TURNS" --kv-gib 1} \
+    ${TURNS:+--turns "$OUT/turns" --runs "$TURNS" --kv-gib 2} \
     --json "$OUT/$file.json" --logs "$OUT/logs-$file" --deadline "$(left 12)" --commit "$COMMIT"
 }
 
