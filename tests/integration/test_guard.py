@@ -27,8 +27,7 @@ class Runtime:
         self.error: Exception | None = None
 
     def expect(self, rows: int, goes_on: bool) -> None:
-        assert goes_on
-        self.calls.append(f"expect {rows}")
+        self.calls.append(f"expect {rows}" + (" of old" if goes_on else ""))
 
     def wake(self) -> None:
         self.calls.append("wake")
@@ -103,11 +102,19 @@ def test_the_lane_is_checked_after_the_wait_for_an_output_of_later(calls: list[s
     assert made.execute_model(STEP) is None
     output = made.sample_tokens(None)
     assert isinstance(output, AsyncModelRunnerOutput)
-    launched = ["expect 5", "wake", "execute", "check", "wake", "sample", "check"]
+    launched = ["expect 5 of old", "wake", "execute", "check", "wake", "sample", "check"]
     assert calls == launched
     assert output.get_output() == "tokens"
     # Not what another thread may be computing: the next step.
     assert calls == [*launched, "wait", "check the lane"]
+
+
+def test_a_step_of_new_requests_alone_does_not_go_on_from_one_before(calls: list[str]) -> None:
+    new = SimpleNamespace(
+        total_num_scheduled_tokens=7, scheduled_cached_reqs=SimpleNamespace(req_ids=[])
+    )
+    wrapper(calls, None, Runtime(calls)).execute_model(new)
+    assert calls[0] == "expect 7"
 
 
 def test_a_failure_during_the_wait_is_raised_in_place_of_the_tokens(calls: list[str]) -> None:

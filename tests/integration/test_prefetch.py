@@ -141,6 +141,20 @@ def test_attention_beside_cached_experts_gives_the_same_tokens(
         assert done["prefetch"]["host_bytes"] == 3 * (4 * ATTENTION + PADDING)
 
 
+def test_two_engines_in_turns_have_their_own_weights(
+    dense: Path, dense_tokens: list[list[int]], moe: Path, moe_tokens: list[list[int]]
+) -> None:
+    """vLLM's offloader is the process's: each step is to find its engine's."""
+    beside = moe_offload_args(slots_per_layer=4, group_size=1, params=["self_attn"])
+    with (
+        engine(moe, **beside) as one,  # first: vLLM makes its groups of ranks once
+        engine(dense, **moe_offload_args(group_size=1)) as other,
+    ):
+        for _ in range(2):
+            assert greedy(one, PROMPTS) == moe_tokens
+            assert greedy(other, PROMPTS) == dense_tokens
+
+
 def test_all_but_the_experts_of_the_demo_model() -> None:
     """Whether the experts are all on the device, in slots, or streamed."""
     prompts = Prompts.draw(2048)

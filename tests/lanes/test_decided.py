@@ -210,15 +210,23 @@ def test_all_experts_in_slots_are_there_before_the_first_step(engine: CpuExpertE
 @interpreted
 def test_resizing_keeps_what_the_policy_saw_and_what_was_counted(engine: CpuExpertEngine) -> None:
     case = Case(engine, 9, 4, "lfu")
+    missed = 0  # in steps of the device
     for slots in (4, 2, 9, 3):
         case.layer.resize(slots)
         for rows in (2, MOST, 3):
+            before = case.layer.counters.misses
             case.step(rows)
+            missed += (case.layer.counters.misses - before) if rows <= MAX_CAPTURED else 0
     case.check_counters()
+    values = {name: each.tolist() for name, each in case.layer.readings().items()}
+    counted, decided = case.layer.counted(values)
+    assert 0 < decided.misses == missed < counted.misses
     case.layer._slots.captured.step.read_into(case.layer._residency)
     assert case.layer._residency.policy.step == 12
     case.layer.reset_counters()
     assert case.layer.counters == Counters()
+    case.layer.resize(2)
+    assert case.layer.counted({}) == (Counters(), Counters())
 
 
 @interpreted

@@ -184,6 +184,12 @@ class Reporter:
             self._report()
 
     @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, nothing is read: what is counted in is exchanged."""
+        with self._lock:
+            yield
+
+    @contextmanager
     def restarting(self) -> Iterator[None]:
         """Inside, what is read is set to zero; what has been counted until then is reported."""
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -477,17 +477,10 @@ class OffloadRuntime:
             )
         for layer in layers:
             layer.check_resize(slots_per_layer)
-        before = [layer.num_slots for layer in layers]
+        reporting = self._reporter.waiting() if self._reporter else contextlib.nullcontext()
         try:
-            for layer in layers:
-                layer.resize(slots_per_layer)
-        except Exception:
-            for layer, slots in zip(layers, before, strict=True):
-                if slots and layer.num_slots != slots:
-                    # What it raises would hide why there are not the slots that were asked for.
-                    with contextlib.suppress(Exception):
-                        layer.resize(slots)
-            raise
+            with reporting:
+                _resize(layers, slots_per_layer)
         finally:
             if self._share is not None:
                 self._share.restart()
@@ -561,6 +554,21 @@ class OffloadRuntime:
     def _slot_bytes(self) -> int:
         """Bytes that slots of layers bound so far take."""
         return sum(layer.device_bytes for layer in self._layers().values())
+
+
+def _resize(layers: Collection[OffloadedLayer], num_slots: int) -> None:
+    """All of them, or none: what one has raised is raised."""
+    before = [layer.num_slots for layer in layers]
+    try:
+        for layer in layers:
+            layer.resize(num_slots)
+    except Exception:
+        for layer, slots in zip(layers, before, strict=True):
+            if slots and layer.num_slots != slots:
+                # What it raises would hide why there are not the slots that were asked for.
+                with contextlib.suppress(Exception):
+                    layer.resize(slots)
+        raise
 
 
 def _engine(config: OffloadConfig) -> CpuExpertEngine:

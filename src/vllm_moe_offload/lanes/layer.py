@@ -77,6 +77,8 @@ class OffloadedLayer:
         self._every_expert = torch.arange(self.num_experts + 1, dtype=torch.int32)
         self._every_expert[-1] = -1
         self._counted = Counters()
+        # Of these what devices decided on over the slots that were there before.
+        self._decided = Counters()
         self._residency: Residency | None = None
         self._slots: _Slots | None = None
         self._is_in_graph = False
@@ -127,12 +129,15 @@ class OffloadedLayer:
     @property
     def counters(self) -> Counters:
         """A copy of what has been counted; waits for the device."""
-        return self.counted({name: each.tolist() for name, each in self.readings().items()})[0]
+        return self._count()[0]
+
+    def _count(self) -> tuple[Counters, Counters]:
+        return self.counted({name: each.tolist() for name, each in self.readings().items()})
 
     def readings(self) -> dict[str, torch.Tensor]:
         """What the device counts, for `counted`: int64 tensors by name, to be read at any time.
 
-        By another thread too, while this one resizes: the slots are looked at once.
+        By another thread too, but not while this one resizes: it might count some of it twice.
         """
         found = {}
         slots = self._slots
@@ -146,7 +151,7 @@ class OffloadedLayer:
 
     def counted(self, values: Mapping[str, list[int]]) -> tuple[Counters, Counters]:
         """What has been counted, by what `readings` held; of it what the device decided on."""
-        counted, decided = replace(self._counted), Counters()
+        counted, decided = replace(self._counted), replace(self._decided)
         steps, tokens, copied, waves = values.get("passed", (0, 0, 0, 0))
         counted += Counters(
             steps=steps,
@@ -159,13 +164,14 @@ class OffloadedLayer:
         counted.kept += kept
         counted.bytes_kept += kept * self.layout.nbytes
         if (on_device := self._on_device()) is not None and "decided" in values:
-            decided = on_device.counted(values["decided"])
-            counted += decided
+            now = on_device.counted(values["decided"])
+            counted += now
+            decided += now
         return counted, decided
 
     def reset_counters(self) -> None:
         """Start to count anew."""
-        self._counted = Counters()
+        self._counted, self._decided = Counters(), Counters()
         for tensor in self.readings().values():
             tensor.zero_()
 
@@ -203,7 +209,7 @@ class OffloadedLayer:
             self._residency = Residency(self.num_experts, num_slots, self._policy)
         if self.captured is not None:
             self.captured.step.read_into(self._residency)
-        self._counted = self.counters
+        self._counted, self._decided = self._count()
         self._passed.zero_()
         before = self.num_slots
         # Freed before the new slots are allocated: both may not fit.
