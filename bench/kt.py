@@ -126,11 +126,13 @@ def _variant() -> str:
 
 def _load(variant: str) -> ModuleType:
     package = importlib.util.find_spec("kt_kernel")
-    folders = list(package.submodule_search_locations or []) if package else []
+    if package is None:
+        raise RuntimeError("there is no kt-kernel on the path")
+    folders = list(package.submodule_search_locations or [])
     found = [path for at in folders for path in Path(at).glob(f"_kt_kernel_ext_{variant}.*.so")]
     spec = importlib.util.spec_from_file_location("kt_kernel_ext", found[0]) if found else None
     if spec is None or spec.loader is None:
-        raise RuntimeError(f"no kt-kernel build for {variant} on the path ({folders or 'no'} kt)")
+        raise RuntimeError(f"kt-kernel has no build for {variant} in {folders}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -15,9 +15,11 @@ _REST = 16  # tokens of room that a prompt leaves
 
 def run(bench: str, options: argparse.Namespace, cells: list[Cell]) -> None:
     """Measure the machine's rates and every cell of every contestant; print a table a metric."""
+    engine = _engine(cells, options.chunk, options.eager)
     with runner.session(bench, options) as session:
+        session.check_length(engine["max_model_len"])
         session.prepare(len(options.contestants))
-        session.compete(options.contestants, cells, _engine(cells, options.chunk, options.eager))
+        session.compete(options.contestants, cells, engine)
         for cell in cells:
             session.floor(cell, _floor(session, cell, options.chunk))
     for metric in dict.fromkeys(cell.metric for cell in cells):

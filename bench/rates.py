@@ -211,7 +211,7 @@ def main() -> None:
         return
     made = rows(Run.here("rates", options.commit), measure(options.piece))
     for row in made:
-        print(f"{row['metric']:20}", row.get("note") or f"{row['value']:.1f}")
+        print(f"{row['metric']:20}", row.get("note") or f"{row['value']:.3g} {row['unit']}")
     if options.json:
         append(options.json, made)
 

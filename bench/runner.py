@@ -26,6 +26,7 @@ from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append
 from bench.contestants import OURS, STOCK, make
 
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
+_COUNTED = re.compile(r"\d+ validation errors? for ")
 _LEAST = 20.0  # seconds an engine is not started below
 
 
@@ -246,8 +247,22 @@ class Session:
     @property
     def vocabulary(self) -> int:
         """The model's."""
-        config = json.loads((self.model / "config.json").read_text())
-        return int(config["vocab_size"])
+        return int(self._config["vocab_size"])
+
+    def check_length(self, positions: int) -> None:
+        """SystemExit where no request of the model can be of so many tokens."""
+        most = self._config.get("max_position_embeddings")
+        scaling = (self._config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
+        if most is not None and positions > most and not any("factor" in each for each in scaling):
+            raise SystemExit(
+                f"a request of {positions} tokens, what it is answered with included, was asked "
+                f"for, and {self.options.model} has {most} positions: give fewer --tokens"
+            )
+
+    @property
+    def _config(self) -> dict[str, Any]:
+        config: dict[str, Any] = json.loads((self.model / "config.json").read_text())
+        return config
 
     def common(self) -> dict[str, Any]:
         """Keys that all rows of this session share."""
@@ -464,9 +479,16 @@ class Session:
 
 
 def reason(log: str) -> str:
-    """The line of a failed engine's output that says most: the last that names an error."""
+    """What says most of a failed engine's output: the last line that names an error.
+
+    With the one behind it where that says which error it is, as pydantic's do.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    named = [found[0] for line in lines if (found := _ERROR.search(line))]
+    named = [
+        " ".join([found[0], *(lines[at + 1 : at + 2] if _COUNTED.search(line) else [])])
+        for at, line in enumerate(lines)
+        if (found := _ERROR.search(line))
+    ]
     return (named or lines or ["ended without a word"])[-1][:300]
 
 

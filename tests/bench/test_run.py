@@ -131,9 +131,15 @@ def test_time_that_is_over_is_a_row(model: Path, tmp_path: Path) -> None:
     ("log", "expected"),
     [
         ("a\n[rank0]: torch.OutOfMemoryError: CUDA out\nlater words\n", "torch.OutOfMemoryError: "),
+        (
+            "pydantic.ValidationError: 2 validation errors for A\n  too long\n  further words\n",
+            "pydantic.ValidationError: 2 validation errors for A too long",
+        ),
+        ("pydantic.ValidationError: 1 validation error for A\n", "pydantic.ValidationError: 1 val"),
         ("Killed\n", "Killed"),
         ("", "ended without a word"),
     ],
 )
 def test_the_reason_of_a_failure_is_found(log: str, expected: str) -> None:
     assert reason(log).startswith(expected)
+    assert "further" not in reason(log)

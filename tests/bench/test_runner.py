@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -120,3 +121,21 @@ def test_a_folder_that_says_no_shape_is_refused(config: str, message: str, tmp_p
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(SystemExit, match=f"--model {tmp_path}: .*{message}"):
         Session("decode", parsed("--model", str(tmp_path)), tmp_path)
+
+
+@pytest.mark.parametrize("more", [{}, {"rope_parameters": {"rope_type": "default"}}])
+def test_a_request_longer_than_the_models_positions_is_refused(
+    more: dict[str, object], tmp_path: Path
+) -> None:
+    def session(**config: object) -> Session:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        made = Session.__new__(Session)
+        made.model, made.options = tmp_path, Namespace(model="demo")
+        return made
+
+    made = session(max_position_embeddings=1024, rope_scaling=None, **more)
+    made.check_length(1024)
+    with pytest.raises(SystemExit, match=r"of 1025 tokens.*demo has 1024 positions.*fewer --tok"):
+        made.check_length(1025)
+    session(max_position_embeddings=1024, rope_scaling={"factor": 4.0}).check_length(4096)
+    session().check_length(4096)
