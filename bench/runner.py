@@ -216,6 +216,7 @@ class Session:
             raise SystemExit(
                 "torch finds no GPU here: give --eager, and a small model (--model FOLDER)"
             )
+        self._began = time.time()
         self._ends = time.monotonic() + options.deadline
         self.options = options
         self.folder = folder
@@ -281,9 +282,25 @@ class Session:
             append(self.options.json, rows)
 
     def measure_rates(self) -> None:
-        """Rows of `bench.rates` for pieces of this model's expert."""
-        figures = rates.measure(self.shape.expert_bytes, cpus=self.cpus(0))
+        """Rows of `bench.rates` for pieces of this model's expert.
+
+        Of runs that share a folder, and GPU and processors too, one measures for all that wait.
+        """
+        piece, cpus = self.shape.expert_bytes, self.cpus(0)
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        shared = self._shared(f"rates-{piece}-{gpu}-{min(cpus)}-{max(cpus)}.json")
+        if shared is not None and shared.is_file() and shared.stat().st_mtime > self._began:
+            figures = json.loads(shared.read_text())
+        else:
+            figures = rates.measure(piece, cpus=cpus)
+            if shared is not None:
+                shared.write_text(json.dumps(figures))
         self.add(rates.rows(self.run, figures, **self.common()))
+
+    def _shared(self, name: str) -> Path | None:
+        """A file of the runs that measure in turns; None where this one is alone."""
+        folder: Path | None = self.options.turns
+        return None if folder is None else folder / name
 
     def value(self, contestant: str, metric: str, **keys: Any) -> float | None:
         """A figure of this session, or None when it was not or could not be measured."""

@@ -209,7 +209,7 @@ engines() {
   local name=$1 file=$2
   shift 2
   timeout --signal=TERM --kill-after=10 "$(left 5)" python3 -m "bench.$name" "$@" --seconds 4 \
-    ${TURNS:+--turns "$OUT/turns" --runs "$TURNS" --kv-gib 2} \
+    ${TURNS:+--turns "$OUT/turns-$ENDS" --runs "$TURNS" --kv-gib 2} \
     --json "$OUT/$file.json" --logs "$OUT/logs-$file" --deadline "$(left 12)" --commit "$COMMIT"
 }
 

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench import runner
+from bench.common import Run
+from bench.rates import METRICS
 from bench.runner import Cell, Session
 
 
@@ -54,6 +56,36 @@ def test_a_run_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
     session._ends = time.monotonic() + 20
     with session.turn():
         assert time.monotonic() < session._ends - 15
+
+
+def test_runs_that_wait_for_each_other_measure_the_machine_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But another piece, another GPU, or a run that comes later is measured for by itself."""
+    measured: list[int] = []
+
+    def measure(piece: int, cpus: set[int]) -> dict[str, list[float]]:
+        measured.append(piece)
+        return {name: [float(len(measured))] * 5 for name in METRICS}
+
+    monkeypatch.setattr(runner.rates, "measure", measure)
+
+    def rates(piece: int = 7, turns: Path | None = tmp_path, begins: float = -60) -> float | None:
+        session = Session.__new__(Session)
+        session.options = Namespace(
+            turns=turns, gpus=1, json=None, model="demo", format="bf16", dtype="auto"
+        )
+        session.shape = SimpleNamespace(expert_bytes=piece, layers=2)
+        session.run = Run("decode", "abc", "1234567", "2026-01-01", "h100", "a CPU", "1", "2")
+        session.rows, session._began = [], time.time() + begins
+        session.measure_rates()
+        return session.value("machine", "read_gb_per_s")
+
+    assert [rates(), rates(), rates(piece=8), rates(piece=8)] == [1, 1, 2, 2]
+    assert rates(begins=60) == 3
+    assert [rates(turns=None), rates(turns=None)] == [4, 5]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [rates(), rates()] == [6, 6]
 
 
 def parsed(*arguments: str) -> Namespace:
