@@ -128,7 +128,9 @@ def test_blocks_that_are_waited_for_come_first() -> None:
     store = HostStore(register, lambda address: None)
     layers = [store.allocate(spec().layout, 4) for _ in range(4)]
     store.prepare()
+    until = time.monotonic() + 10
     while not order:
+        assert time.monotonic() < until, "no block is made ready"
         time.sleep(0.001)
     waiter = threading.Thread(target=store.wait, args=(layers[3].values(),))
     waiter.start()

@@ -113,6 +113,29 @@ def test_a_format_that_converts_gives_what_it_gives_for_all_experts(num_slots: i
     assert torch.equal(layer.w13_input_scale, whole.w13_input_scale), "the largest of all experts"
 
 
+def test_a_conversion_that_changes_some_experts_is_one() -> None:
+    experts = loaded()
+    expected = {name: tensor.clone() for name, tensor in experts.items()}
+    expected["w13_weight"][:, 0] = experts["w13_weight"][:, 0].relu()
+    first = experts["w13_weight"][0, 0] = experts["w13_weight"][0, 0].abs()
+    expected["w13_weight"][0, 0] = first
+
+    def process(layer: Layer) -> None:
+        layer.w13_weight.data[:, 0].relu_()
+
+    host = SlotBinder(Layer(), process, experts, torch.device("cpu")).convert(make_store(), 3)
+    assert torch.equal(host["w13_weight"], expected["w13_weight"])
+
+
+def test_slots_past_the_last_expert_hold_it_again() -> None:
+    """A kernel may take the largest of something over all its slots."""
+    experts = loaded()
+    binder = SlotBinder(Layer(), keeps, experts, torch.device("cpu"))
+    slots = binder.bind(E - 2, 5)
+    for name, tensor in slots.items():
+        assert torch.equal(tensor, experts[name][[E - 2, *[E - 1] * 4]])
+
+
 @pytest.mark.parametrize("size", [E, 2])
 def test_a_buffer_and_slots_are_bound_to_one_layer_with_a_lane_for_each(size: int) -> None:
     seen = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def engine() -> Iterator[CpuExpertEngine]:
 
 
 def made(format_: Format, experts: int = 8) -> tuple[ExpertSpec, dict[str, torch.Tensor]]:
-    spec = ExpertSpec(64, 32, Activation.SILU, format_)
+    wide = format_ is Format.FP8_BLOCK
+    spec = ExpertSpec(128 if wide else 64, 128 if wide else 32, Activation.SILU, format_)
     return spec, random_shard(spec, experts, torch.Generator().manual_seed(0))
 
 
@@ -39,6 +41,7 @@ def check_between(
     top_k: int,
     num_slots: int = 3,
     of_slots: Callable[[EngineLane], EngineLane] = lambda lane: lane,
+    **how: Any,
 ) -> OffloadedLayer:
     """The check of slots that are filled from the one set of experts, and the CPU over another."""
 
@@ -54,7 +57,7 @@ def check_between(
         num_slots=num_slots,
         policy="lru",
     )
-    check_layer("layer", layer, spec, lane(cpu), top_k)
+    check_layer("layer", layer, spec, lane(cpu), top_k, **how)
     return layer
 
 
@@ -123,6 +126,65 @@ def test_a_checkpoint_that_holds_nan_is_not_the_slots_fault(
     assert f"rows of {left} of 32 experts of layer are" in line
     assert "is the checkpoint whole?" in line
     assert layer.counters == Counters()
+
+
+def dead(host: dict[str, torch.Tensor], expert: int) -> None:
+    host["w2_weight"][expert] = torch.zeros_like(host["w2_weight"][expert])
+
+
+def exchanged(host: dict[str, torch.Tensor], expert: int) -> None:
+    other = (expert + 1) % len(host["w2_weight"])
+    for tensor in host.values():
+        tensor[[expert, other]] = tensor[[other, expert]]
+
+
+def larger(host: dict[str, torch.Tensor], expert: int) -> None:
+    name = "w2_scale" if "w2_scale" in host else "w2_weight"
+    host[name][expert] = (host[name][expert].float() * 1.5).to(host[name].dtype)
+
+
+@pytest.mark.parametrize("sizes", ["at once", "as a device's", "streamed"])
+@pytest.mark.parametrize("change", [dead, exchanged, larger])
+@pytest.mark.parametrize("format_", [Format.FP32, Format.BF16, Format.FP8_BLOCK])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8), (160, 6)])
+def test_one_wrong_expert_of_many_is_noticed(
+    engine: CpuExpertEngine,
+    experts: int,
+    top_k: int,
+    format_: Format,
+    change: Callable[[dict[str, torch.Tensor], int], None],
+    sizes: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if sizes == "as a device's":
+        monkeypatch.setattr(OffloadedLayer, "decides_on_device", True)
+    how = {"rows": 128} if sizes == "streamed" else {}
+    spec, host = made(format_, experts)
+    check_between(engine, spec, host, host, top_k, experts // 4, **how)
+    for expert in (0, experts // 2 + 1, experts - 1):
+        wrong = {name: tensor.clone() for name, tensor in host.items()}
+        change(wrong, expert)
+        with pytest.raises(SelfCheckError, match=r"differ from the same experts on the CPU by"):
+            check_between(engine, spec, wrong, host, top_k, experts // 4, **how)
+
+
+def test_a_layer_whose_kind_has_been_checked_computes_two_rows(engine: CpuExpertEngine) -> None:
+    spec, host = made(Format.BF16, 32)
+    rows: list[int] = []
+    layer = check_between(
+        engine,
+        spec,
+        host,
+        host,
+        4,
+        of_slots=faulty(lambda out: rows.append(len(out))),
+        is_brief=True,
+    )
+    assert set(rows) == {2}
+    assert layer.counters == Counters()
+    wrong = {name: tensor.roll(1, 0) for name, tensor in host.items()}
+    with pytest.raises(SelfCheckError, match=r"differ from the same experts on the CPU by"):
+        check_between(engine, spec, wrong, host, 4, is_brief=True)
 
 
 class Faulty:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("vllm")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from vllm.model_executor.custom_op import op_registry_oot  # noqa: E402
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # noqa: E402
@@ -44,6 +46,7 @@ from vllm_moe_offload.integration.compat import check_version  # noqa: E402
 from vllm_moe_offload.integration.frontend import configure  # noqa: E402
 from vllm_moe_offload.integration.layers import offloaded_layers  # noqa: E402
 from vllm_moe_offload.integration.plugin import register  # noqa: E402
+from vllm_moe_offload.integration.selfcheck import SelfCheckError  # noqa: E402
 from vllm_moe_offload.stream import LayerStreamer  # noqa: E402
 
 PROMPTS = Prompts.draw(checkpoints.VOCAB)
@@ -268,6 +271,45 @@ def test_auto_without_room_for_all_fills_what_there_is(
     with engine(model, **moe_offload_args(slots_per_layer="auto")) as ours:
         assert {layer["slots"] for layer in stats(ours)["layers"].values()} == {7}
         assert greedy(ours, PROMPTS) == stock_tokens
+
+
+@pytest.mark.parametrize("lost", [[], ["2.down_proj"], ["2.down_proj", "9.up_proj", "11.up_proj"]])
+def test_experts_that_a_checkpoint_lacks_are_named(
+    model: Path, tmp_path: Path, lost: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(layers.logger, "warning", lambda text, *args: lines.append(text % args))
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(model / "model.safetensors")
+    for name in lost:
+        del tensors[f"model.layers.1.mlp.experts.{name}.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with engine(tmp_path, **moe_offload_args(slots_per_layer=4)):
+        pass
+    found = ["w2 of 1 of 16 experts", "w3 of 2 of 16 experts"][: len(lost)]
+    assert len(lines) == len(found)
+    for line, words in zip(sorted(lines), found, strict=True):
+        assert f"has no {words} of model.layers.1.mlp.experts" in line
+    if len(lost) == 3:
+        assert sorted(lines)[1].endswith("zeros then: 9, 11")
+
+
+def test_a_layer_that_is_not_the_first_of_its_kind_is_checked_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, caches = host_device.HostSlotCache.fetch, []
+
+    def others_in_the_third(self: host_device.HostSlotCache, pairs: Any) -> None:
+        if self not in caches:
+            caches.append(self)
+        shift = int(self is caches[2]) if len(caches) > 2 else 0
+        fetch(self, [((expert + shift) % 16, slot) for expert, slot in pairs])
+
+    monkeypatch.setattr(host_device.HostSlotCache, "fetch", others_in_the_third)
+    with pytest.raises(
+        SelfCheckError, match=r"model\.layers\.2\.mlp\.experts: fp32 experts .* differ"
+    ):
+        start(model, {"slots_per_layer": 4})
 
 
 def test_dummy_weights_load(model: Path) -> None:

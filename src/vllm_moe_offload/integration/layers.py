@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -26,6 +27,7 @@ from vllm_moe_offload.integration import op
 from vllm_moe_offload.integration.runtime import OffloadRuntime
 from vllm_moe_offload.lanes import OffloadedLayer
 
+logger = init_logger(f"vllm.{__name__}")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 # Quantisation methods that are offloaded on a GPU; vLLM's CPU build keeps to unquantised experts.
 UNQUANTISED = ("UnquantizedFusedMoEMethod",)
@@ -64,6 +66,8 @@ class OffloadedRoutedExperts(RoutedExperts):
             raise not_mapped(int(refused[1]), refused[2]) from error
         self.offload: OffloadedLayer | None = None
         self._is_bound = False
+        # Experts whose numbers have come, by the shard of the weights.
+        self._arrived: dict[str, set[int]] = {}
         self._check_supported()
         made = {name: p.data for name, p in self.named_parameters()}
         self.host = runtime.store.allocate(ExpertLayout.of(made), self.moe_config.num_experts)
@@ -99,9 +103,13 @@ class OffloadedRoutedExperts(RoutedExperts):
         self._runtime.store.wait(self.host.values())
         if self.offload is not None:
             self.offload.invalidate()
-        return super().weight_loader(  # type: ignore[call-overload, no-any-return]
-            param, loaded_weight, weight_name, shard_id, expert_id, return_success
-        )
+        if param is getattr(self, "w13_weight", None) or param is getattr(self, "w2_weight", None):
+            whole = range(self.moe_config.num_experts) if loaded_weight.ndim > 2 else [expert_id]
+            self._arrived.setdefault(shard_id, set()).update(whole)
+        with self._runtime.copies:
+            return super().weight_loader(  # type: ignore[call-overload, no-any-return]
+                param, loaded_weight, weight_name, shard_id, expert_id, return_success
+            )
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
 
@@ -169,7 +177,24 @@ class OffloadedRoutedExperts(RoutedExperts):
                 self.stock_process(layer)
             return
         self._is_bound = True
+        self._say_what_is_missing()
         self.offload = self._runtime.bind(self)
+
+    def _say_what_is_missing(self) -> None:
+        """Whether every expert of a checkpoint is there nobody else asks."""
+        for shard_id, experts in self._arrived.items():
+            missing = sorted(set(range(self.moe_config.num_experts)) - experts)
+            if missing:
+                logger.warning(
+                    "moe_offload: the checkpoint has no %s of %d of %d experts of %s, which "
+                    "compute with zeros then: %s",
+                    shard_id,
+                    len(missing),
+                    self.moe_config.num_experts,
+                    self.layer_name,
+                    ", ".join(map(str, missing)),
+                )
+        self._arrived.clear()
 
     def forward_modular(
         self,

@@ -25,7 +25,7 @@ from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import ConfigError, InactiveError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
-from vllm_moe_offload.host import HostStore, fill_dummy
+from vllm_moe_offload.host import HostStore, SharedCopies, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.frontend import asked_by_model, of_setting
 from vllm_moe_offload.integration.graphs import (
@@ -79,6 +79,7 @@ class OffloadRuntime:
         self._vllm_config = vllm_config
         self.device = _device(vllm_config, worker)
         self.store = HostStore(self.device.register, self.device.unregister)
+        self.copies = SharedCopies()
         self.prefetch = (
             GroupOffloader(config, self.store) if config.group_size is not None else None
         )
@@ -294,6 +295,7 @@ class OffloadRuntime:
 
         Not every model runner tells its offloader that the weights are loaded.
         """
+        self.copies.close()
         if self.prefetch is not None:
             self.prefetch.post_init()
             refuse_whole_weights(worker, "while some of them are prefetched (group_size)")
@@ -304,7 +306,8 @@ class OffloadRuntime:
     def _check_active(self) -> None:
         """Say what is offloaded; InactiveError when nothing is and should be.
 
-        Then let the slots and the engine compute the same rows, once for each kind of layer.
+        Then let the slots and the engine compute the same rows, of every expert for each kind of
+        layer and of some for the others.
         """
         layers = self._layers()
         if layers:
@@ -318,13 +321,14 @@ class OffloadRuntime:
             seen: set[tuple[Any, ...]] = set()
             for name, layer in layers.items():
                 kind = (self._views[name].spec, layer.layout, layer.num_slots)
-                if kind not in seen and (layer.num_slots or layer.decides_on_device):
+                if layer.num_slots or layer.decides_on_device:
                     check_layer(
                         name,
                         layer,
                         self._views[name].spec,
                         self._cpu_lanes[name],
                         self._modules[name].top_k,
+                        is_brief=kind in seen,
                     )
                     seen.add(kind)
             if self._share is not None:
@@ -444,6 +448,7 @@ class OffloadRuntime:
 
     def close(self) -> None:
         """No weight and no step comes any more: the CPU lane ends. May be called twice."""
+        self.copies.close()
         self.store.close()
         if self.prefetch is not None:
             self.prefetch.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from vllm.logger import init_logger
@@ -13,14 +14,21 @@ from vllm_moe_offload.experts import ExpertSpec, Format
 from vllm_moe_offload.lanes import MAX_CAPTURED, Lane, OffloadedLayer
 
 ROWS = 8
-# Relative error of the norm. Unquantised: the kernel rounds its activations to the format. FP8:
-# the kernel quantises its input rows and its activations to e4m3 (2^-4 each, averaged over a row's
-# sum), the engine does not. A wrong expert, scale or slot gives about 1.
+# Relative error of the norm over all rows. Unquantised: the kernel rounds its activations to the
+# format. FP8: the kernel quantises its input rows and its activations to e4m3 (2^-4 each, averaged
+# over a row's sum), the engine does not.
 _FLOOR = {Format.FP32: 1e-4, Format.FP16: 5e-3, Format.BF16: 2e-2}
 _QUANTISED_FLOOR = 8e-2
+# A row by itself may be off by so many times as much. A wrong expert, scale or slot gives about 1
+# in the row that is this expert's.
+_OF_A_ROW = 2.0
+# Router weights of a row: its own expert's, and the others'.
+_OWN, _OTHERS = 0.5, 0.5 / 16
 # Of the random rows of fp16: a model whose rows are small may overflow it with larger ones. The
 # other dtypes have the engine's own range: what only the device finds infinite there is a fault.
 _SCALES = (1.0, 2.0**-4, 2.0**-8)
+# Of a step of a layer whose kind has been checked.
+_BRIEF = 2
 # How often experts that shared their rows with one of no finite numbers get rows with others.
 _ROUTINGS = 4
 
@@ -39,41 +47,40 @@ def check_layer(
     top_k: int,
     *,
     rows: int | None = None,
+    is_brief: bool = False,
 ) -> None:
     """Compute random rows through slots and through the engine; SelfCheckError if they differ.
 
-    `top_k`: experts a row is routed to. Every expert takes part, so all of them pass through the
-    slots in waves. Where the device decides steps, there is one of each power of two of rows, which
-    compiles its kernels, up to one that the host plans. rows: of one step instead of those.
+    `top_k`: experts a row is routed to. Each expert has a row that is mostly its own, so all of
+    them pass through the slots in waves. Where the device decides steps, there is one of each power
+    of two of rows, which compiles its kernels, up to one that the host plans, and more of these
+    until every row has come. rows: of every step instead of those; is_brief: a step of two rows
+    and no more, for a layer of a kind that has been checked.
 
     Rows that both find infinite or NaN, by what the checkpoint holds, cannot be compared. Their
     experts are routed otherwise then, and those that are left get a warning.
     """
-    sizes = [rows]
+    sizes = [rows or layer.num_experts]
     if rows is None and layer.decides_on_device:
         sizes = [1 << n for n in range(MAX_CAPTURED.bit_length() + 1)]
-    floor = _FLOOR.get(spec.format, _QUANTISED_FLOOR)
+    if is_brief:
+        sizes = [_BRIEF]
     used: set[int] = set()
     compared: set[int] = set()
     for routing in range(_ROUTINGS):
-        x, weights, ids = random_step(layer.num_experts, spec, top_k, seed=routing)
+        given = _rows_of_each(layer.num_experts, spec, top_k, seed=routing)
+        x, weights, ids = (tensor[: _BRIEF if is_brief else None] for tensor in given)
         for scale in _SCALES if spec.activation_dtype == torch.float16 else (1.0,):
             step = _Step(x * scale, weights, ids, layer, cpu)
-            worst = max(step.error(size) for size in sizes)
+            worst = step.error(sizes)
             layer.reset_counters()
             layer.invalidate()
             if math.isfinite(worst):
                 break
-        if not worst <= floor:
-            raise SelfCheckError(
-                f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
-                f"from the same experts on the CPU by {worst:.1e} of the norm (allowed: "
-                f"{floor:.0e}); this is a fault of vllm-moe-offload or of the kernel: serve "
-                "without moe_offload and report the model, the vLLM version and this line"
-            )
+        _judge(name, layer, spec, worst)
         used |= step.used
         compared |= step.compared
-        if used == compared:
+        if is_brief or used == compared:
             return
     logger.warning(
         "moe_offload: rows of %d of %d experts of %s are infinite or NaN, from the slots and on "
@@ -84,10 +91,21 @@ def check_layer(
     )
 
 
+def _judge(name: str, layer: OffloadedLayer, spec: ExpertSpec, worst: float) -> None:
+    floor = _FLOOR.get(spec.format, _QUANTISED_FLOOR)
+    if not worst <= floor:
+        raise SelfCheckError(
+            f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
+            f"from the same experts on the CPU by {worst:.1e} of the norm (allowed: "
+            f"{floor:.0e}); this is a fault of vllm-moe-offload or of the kernel: serve "
+            "without moe_offload and report the model, the vLLM version and this line"
+        )
+
+
 class _Step:
     """Rows through the slots beside the same rows by the engine.
 
-    `used`: experts of the rows that were computed; `compared`: of those whose results are finite.
+    `used`: experts whose own rows were computed; `compared`: of those whose results are finite.
     """
 
     def __init__(
@@ -101,29 +119,57 @@ class _Step:
         self.used: set[int] = set()
         self.compared: set[int] = set()
         self._layer = layer
-        self._ids = ids
+        self._own = ids[:, 0]
         self._expected = torch.empty(x.shape, dtype=torch.float32)
         cpu.compute(x, weights, ids, None, self._expected, False)
         device = current_platform.device_type
         self._given = [tensor.to(device) for tensor in (x, weights, ids)]
 
-    def error(self, rows: int | None) -> float:
-        """Of the first so many rows, from the first again behind the last; None: of all.
+    def error(self, sizes: Sequence[int]) -> float:
+        """The largest of steps of so many rows, the last size until every row has come.
 
-        0 where none is finite on both sides; infinite where one is on one side alone.
+        Rows follow one another, the first behind the last. Of the norm; of a row by itself a part
+        of that. 0 where none is finite on both sides; infinite where one is on one side alone.
         """
-        these = torch.arange(rows or len(self._ids)) % len(self._ids)
+        count = len(self._own)
+        left = max(count - sum(sizes), 0)
+        worst, first = 0.0, 0
+        for size in [*sizes, *[sizes[-1]] * -(-left // sizes[-1])]:
+            worst = max(worst, self._error(torch.arange(first, first + size) % count))
+            first += size
+        return worst
+
+    def _error(self, these: torch.Tensor) -> float:
         on_device = these.to(self._given[0].device)
         got = self._layer.forward(*(t[on_device] for t in self._given)).cpu().float()
-        expected, ids = self._expected[these], self._ids[these]
+        expected, own = self._expected[these], self._own[these]
         finite = expected.isfinite().all(1)
         if not torch.equal(finite, got.isfinite().all(1)):
             return math.inf
-        self.used |= set(ids.flatten().tolist())
-        self.compared |= set(ids[finite].flatten().tolist())
+        self.used |= set(own.tolist())
+        self.compared |= set(own[finite].tolist())
+        if not finite.any():
+            return 0.0
         # In float64, where no norm overflows: the error would be NaN, which `max` passes over.
         right = expected[finite].double()
-        return float((got[finite] - right).norm() / right.norm().clamp_min(1e-30))
+        off, norms = (got[finite] - right).norm(dim=1), right.norm(dim=1)
+        each = off / norms.clamp_min(1e-30)
+        return float(max(off.norm() / norms.norm().clamp_min(1e-30), each.max() / _OF_A_ROW))
+
+
+def _rows_of_each(
+    num_experts: int, spec: ExpertSpec, top_k: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weights and ids of a row for each expert, which is the first of it and weighs most."""
+    generator = torch.Generator().manual_seed(seed)
+    # Types are given: while a model is loaded the default is the model's.
+    x = torch.randn((num_experts, spec.hidden), generator=generator, dtype=torch.float32)
+    order = torch.randperm(num_experts, generator=generator)
+    following = torch.arange(num_experts)[:, None] + torch.arange(top_k)
+    ids = order[following % num_experts].to(torch.int32)
+    weights = torch.full((num_experts, top_k), _OTHERS, dtype=torch.float32)
+    weights[:, 0] = _OWN
+    return x.to(spec.activation_dtype), weights, ids
 
 
 def random_step(

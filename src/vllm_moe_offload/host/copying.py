@@ -1,0 +1,90 @@
+"""Copies within host memory, by threads that do not wait for one that has not begun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+# Of less a thread's part is copied by the time it has been told of it.
+_PART_BYTES = 1 << 20
+# More than so many find nothing to copy: what comes between two tensors is Python's.
+_MOST_THREADS = 8
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SharedCopies(TorchFunctionMode):
+    """Inside, ``copy_`` between two tensors of the CPU is shared out among threads.
+
+    torch's threads share a copy too, each an equal part, and at its end all wait for all: where
+    another process has the CPU of one, a tensor of 3 MB takes 11 ms instead of 0.3. Here parts that
+    no thread has begun when the caller is done with its own are the caller's.
+
+    Args:
+        threads: How many, the caller included; None: as many as there are CPUs, eight at most.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        super().__init__()
+        self._threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End the threads; the next copy has others."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    @override
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.copy_ and len(args) == 2 and _are_alike(*args):
+            self._copy(_bytes(args[0]), _bytes(args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _copy(self, to: Bytes, source: Bytes) -> None:
+        count = min(self._threads, max(to.nbytes // _PART_BYTES, 1), len(to))
+        parts = list(zip(np.array_split(to, count), np.array_split(source, count), strict=True))
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max(self._threads - 1, 1), "moe-offload-copies")
+        begun = [self._pool.submit(np.copyto, *part) for part in parts[1:]]
+        np.copyto(*parts[0])
+        for part, copying in zip(reversed(parts[1:]), reversed(begun), strict=True):
+            if copying.cancel():
+                np.copyto(*part)
+        for copying in begun:
+            if not copying.cancelled():
+                copying.result()
+
+
+def _are_alike(to: Any, source: Any) -> bool:
+    """Whether one is copied to the other byte by byte, row by row."""
+    return (
+        isinstance(to, torch.Tensor)
+        and isinstance(source, torch.Tensor)
+        and to.device.type == source.device.type == "cpu"
+        and to.dtype == source.dtype
+        and to.shape == source.shape
+        and to.ndim > 0
+        and to.nbytes >= _PART_BYTES
+        and to.stride(-1) == source.stride(-1) == 1
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    array: Bytes = tensor.detach().view(torch.uint8).numpy()
+    return array

@@ -1,0 +1,110 @@
+"""Copies shared out among threads are torch's, and wait for no thread that has not begun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_moe_offload.host import SharedCopies, copying
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "_PART_BYTES", 8)
+
+
+@pytest.fixture
+def copies() -> Iterator[SharedCopies]:
+    copies = SharedCopies(3)
+    yield copies
+    copies.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    threads=st.integers(1, 5),
+    dtype=st.sampled_from(DTYPES),
+    other=st.sampled_from((None, *DTYPES)),
+    wide=st.booleans(),
+    turned=st.booleans(),
+    spread=st.booleans(),
+)
+def test_what_is_copied_is_torchs(
+    shape: list[int],
+    threads: int,
+    dtype: torch.dtype,
+    other: torch.dtype | None,
+    wide: bool,
+    turned: bool,
+    spread: bool,
+) -> None:
+    """Into parts of rows, from rows that lie apart or columns, one row for many, and converted."""
+    source = torch.randint(0, 100, shape).to(dtype)
+    if spread:
+        source = source[:1].expand(shape)
+    if turned:
+        source = source.mT.contiguous().mT if source.ndim > 1 else source
+    made = torch.zeros([*shape[:-1], shape[-1] + 5 * wide], dtype=other or dtype)
+    expected = made.clone()
+    expected[..., : shape[-1]].copy_(source)
+    shared = SharedCopies(threads)
+    with shared:
+        to = made[..., : shape[-1]]
+        assert to.copy_(source) is to
+    shared.close()
+    assert torch.equal(made.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_a_thread_that_has_not_begun_is_not_waited_for(copies: SharedCopies) -> None:
+    made, source = torch.zeros(6, 8), torch.randn(6, 8)
+    with copies:
+        made.copy_(source)
+    assert copies._pool is not None
+    held, free = Event(), Event()
+
+    def hold() -> None:
+        held.set()
+        free.wait()
+
+    busy = [copies._pool.submit(hold) for _ in range(2)]
+    held.wait()
+    made.zero_()
+    with copies:
+        made.copy_(source)
+    assert not any(each.done() for each in busy)
+    free.set()
+    assert torch.equal(made, source)
+
+
+def test_large_copies_alone_are_shared_and_outside_none(
+    copies: SharedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    copy = SharedCopies._copy
+
+    def noted(self: SharedCopies, to: copying.Bytes, source: copying.Bytes) -> None:
+        seen.append(to.nbytes)
+        copy(self, to, source)
+
+    monkeypatch.setattr(SharedCopies, "_copy", noted)
+    made, source = torch.zeros(4, 8), torch.randn(4, 8)
+    made.copy_(source)
+    with copies:
+        made.copy_(source)
+        made[0, :1].copy_(source[0, :1])
+        made.copy_(source.double())
+        made.copy_(source, non_blocking=True)
+    assert seen == [4 * 8 * 4] * 2
+    copies.close()
+    copies.close()
+    with copies:
+        made.zero_().copy_(source)
+    assert torch.equal(made, source), "after closing, by other threads"
