@@ -48,6 +48,9 @@ def test_a_server_that_ends_is_a_row_of_every_figure(
     model = ROOT / "models" / "demo-moe"
     words = f"serve --eager --model {model} --contestants vllm-gpu --json {tmp_path / 'rows.json'}"
     monkeypatch.setattr(sys, "argv", words.split())
+    with pytest.raises(SystemExit, match=r"of 16385 tokens.*has 1024 positions"):
+        serve.main()
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--tokens", "512", "--room", "256"])
     serve.main()
     rows = read(tmp_path / "rows.json")
     assert {row["metric"] for row in rows} == set(serve.METRICS)
