@@ -91,7 +91,8 @@ def test_prefill(model: Path, tmp_path: Path) -> None:
 
 def test_serve(tmp_path: Path) -> None:
     demo = ROOT / "models" / "demo-moe"
-    load = ("--decodes", "2", "--tokens", "400", "--chunk", "64", "--room", "1000")
+    # Many chunks: where others have the CPUs, tokens of several steps arrive at once.
+    load = ("--decodes", "2", "--tokens", "400", "--chunk", "16", "--room", "1000")
     logs = tmp_path / "logs"
     options = ("--contestants", "cache", "--seconds", "0.5", "--logs", str(logs))
     rows, printed = bench("serve", demo, tmp_path, *options, *load)
@@ -102,7 +103,7 @@ def test_serve(tmp_path: Path) -> None:
     }
     assert all(row["value"] and row["repeats"] == 5 for row in ours.values()), ours
     chunk = ours["chunk_ms", None, 400]["value"]
-    assert chunk == pytest.approx(ours["ttft_ms", None, 400]["value"] / 7)
+    assert chunk == pytest.approx(ours["ttft_ms", None, 400]["value"] / 25)
     assert ours["ttft_ms", 2, 400]["value"] > chunk
     # How long a token takes beside a chunk and without one is the machine's affair: on a busy one
     # either may be the longer.
