@@ -65,6 +65,7 @@ def check_layer(
         sizes = [1 << n for n in range(MAX_CAPTURED.bit_length() + 1)]
     if is_brief:
         sizes = [_BRIEF]
+    floor = _FLOOR.get(spec.format, _QUANTISED_FLOOR)
     used: set[int] = set()
     compared: set[int] = set()
     for routing in range(_ROUTINGS):
@@ -77,7 +78,13 @@ def check_layer(
             layer.invalidate()
             if math.isfinite(worst):
                 break
-        _judge(name, layer, spec, worst)
+        if not worst <= floor:
+            raise SelfCheckError(
+                f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
+                f"from the same experts on the CPU by {worst:.1e} of the norm (allowed: "
+                f"{floor:.0e}); this is a fault of vllm-moe-offload or of the kernel: serve "
+                "without moe_offload and report the model, the vLLM version and this line"
+            )
         used |= step.used
         compared |= step.compared
         if is_brief or used == compared:
@@ -89,17 +96,6 @@ def check_layer(
         layer.num_experts,
         name,
     )
-
-
-def _judge(name: str, layer: OffloadedLayer, spec: ExpertSpec, worst: float) -> None:
-    floor = _FLOOR.get(spec.format, _QUANTISED_FLOOR)
-    if not worst <= floor:
-        raise SelfCheckError(
-            f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
-            f"from the same experts on the CPU by {worst:.1e} of the norm (allowed: "
-            f"{floor:.0e}); this is a fault of vllm-moe-offload or of the kernel: serve "
-            "without moe_offload and report the model, the vLLM version and this line"
-        )
 
 
 class _Step:
@@ -173,10 +169,10 @@ def _rows_of_each(
 
 
 def random_step(
-    num_experts: int, spec: ExpertSpec, top_k: int, rows: int = ROWS, seed: int = 0
+    num_experts: int, spec: ExpertSpec, top_k: int, rows: int = ROWS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, weights and ids of so many rows, or of as many as it takes to use every expert."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rows = max(rows, -(-num_experts // top_k))
     # Types are given: while a model is loaded the default is the model's.
     x = torch.randn((rows, spec.hidden), generator=generator, dtype=torch.float32).to(
