@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event
+from threading import enumerate as enumerate_threads
 
 import pytest
 import torch
@@ -108,3 +110,41 @@ def test_large_copies_alone_are_shared_and_outside_none(
     with copies:
         made.zero_().copy_(source)
     assert torch.equal(made, source), "after closing, by other threads"
+
+
+def test_what_torch_refuses_is_refused(copies: SharedCopies) -> None:
+    """And what it keeps account of is its own: gradients, memory that is its own source."""
+    line, learnt = torch.arange(32.0), torch.nn.Parameter(torch.zeros(4, 8))
+    with torch.inference_mode():
+        inferred = torch.zeros(4, 8)
+    numbers = torch.randn(4, 8, dtype=torch.complex64)
+    for to, source in [
+        (line[8:], line[:-8]),
+        (torch.zeros(1, 8).expand(4, 8), torch.randn(4, 8)),
+        (learnt, torch.randn(4, 8)),
+        (inferred, torch.randn(4, 8)),
+    ]:
+        with copies, pytest.raises(RuntimeError):
+            to.copy_(source)
+    made = torch.zeros_like(numbers)
+    with copies:
+        assert torch.equal(made.copy_(numbers.conj()), numbers.conj())
+        assert torch.zeros(4, 8).copy_(learnt).requires_grad
+
+
+def test_closing_waits_for_a_copy_of_another_thread(copies: SharedCopies) -> None:
+    source = torch.randn(64, 8)
+
+    def copy(_: int) -> bool:
+        made = torch.zeros(64, 8)
+        with copies:
+            made.copy_(source)
+        return torch.equal(made, source)
+
+    with ThreadPoolExecutor(4) as pool:
+        copying = pool.map(copy, range(2000))
+        for _ in range(200):
+            copies.close()
+        assert all(copying)
+    copies.close()
+    assert not [each for each in enumerate_threads() if "moe-offload-copies" in each.name]

@@ -18,7 +18,7 @@ from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.integration import selfcheck
 from vllm_moe_offload.integration.selfcheck import SelfCheckError, check_layer
-from vllm_moe_offload.lanes import Counters, EngineLane, OffloadedLayer
+from vllm_moe_offload.lanes import Counters, EngineLane, Lane, OffloadedLayer
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,7 @@ def check_between(
     top_k: int,
     num_slots: int = 3,
     of_slots: Callable[[EngineLane], EngineLane] = lambda lane: lane,
+    kernel: Callable[[dict[str, torch.Tensor]], Lane] | None = None,
     **how: Any,
 ) -> OffloadedLayer:
     """The check of slots that are filled from the one set of experts, and the CPU over another."""
@@ -52,7 +53,7 @@ def check_between(
         slots,
         HostDevice(),
         spec.layout.empty,
-        lambda tensors: of_slots(lane(tensors)),
+        kernel or (lambda tensors: of_slots(lane(tensors))),
         lane(slots),
         num_slots=num_slots,
         policy="lru",
@@ -203,6 +204,76 @@ class Faulty:
 
 def faulty(change: Callable[[torch.Tensor], object]) -> Callable[[EngineLane], EngineLane]:
     return lambda lane: Faulty(lane, change)  # type: ignore[return-value]
+
+
+class Fp16Kernel(Lane):
+    """Rounds to fp16 what a kernel does: the results of both products, and the inner rows."""
+
+    def __init__(self, experts: dict[str, torch.Tensor]) -> None:
+        self._experts = experts
+
+    def output(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,
+    ) -> torch.Tensor:
+        def rounded(value: torch.Tensor) -> torch.Tensor:
+            return value.half().float()
+
+        places = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
+        total = torch.zeros(x.shape)
+        for row, column in (places >= 0).nonzero().tolist():
+            w13, w2 = (
+                self._experts[name][places[row, column]].float()
+                for name in ("w13_weight", "w2_weight")
+            )
+            gate, up = rounded(w13 @ x[row].float()).chunk(2)
+            inner = rounded(torch.nn.functional.silu(gate) * up)
+            total[row] += rounded(w2 @ inner * topk_weights[row, column])
+        return rounded(total)
+
+
+def outliers(others: float, one: float) -> tuple[ExpertSpec, dict[str, torch.Tensor]]:
+    spec = ExpertSpec(256, 128, Activation.SILU, Format.FP16)
+    host = random_shard(spec, 16, torch.Generator().manual_seed(0))
+    for tensor in host.values():
+        tensor *= others
+        tensor[3] *= one / others
+    return spec, host
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("others", "one"), [(1.0, 1e-2), (1.0, 300.0), (0.3, 300.0), (0.1, 30.0), (1e-4, 1e-4)]
+)
+def test_fp16s_range_is_no_fault(
+    engine: CpuExpertEngine, others: float, one: float, top_k: int
+) -> None:
+    """One expert far weaker or stronger than the others, or all of hardly any weight."""
+    spec, host = outliers(others, one)
+    check_between(engine, spec, host, host, top_k, kernel=Fp16Kernel)
+
+
+def test_a_strong_expert_of_fp16_hides_no_fault_of_others(engine: CpuExpertEngine) -> None:
+    spec, host = outliers(1.0, 300.0)
+    wrong = {name: tensor.clone() for name, tensor in host.items()}
+    dead(wrong, 7)
+    with pytest.raises(SelfCheckError, match=r"differ from the same experts on the CPU by"):
+        check_between(engine, spec, wrong, host, 1, kernel=Fp16Kernel)
+
+
+def test_experts_of_nan_are_named_in_a_layer_whose_kind_has_been_checked(
+    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(selfcheck.logger, "warning", lambda text, *args: said.append(text % args))
+    spec, host = made(Format.BF16, 8)
+    nothing_finite(host)
+    check_between(engine, spec, host, host, 2, is_brief=True)
+    (line,) = said
+    assert "of 8 experts of layer are infinite or NaN" in line
 
 
 @pytest.mark.parametrize("where", ["slots", "cpu"])

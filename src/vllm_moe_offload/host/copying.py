@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,14 @@ class SharedCopies(TorchFunctionMode):
         super().__init__()
         self._threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
         self._pool: ThreadPoolExecutor | None = None
+        self._lock = Lock()
 
     def close(self) -> None:
         """End the threads; the next copy has others."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
 
     @override
     def __torch_function__(
@@ -59,9 +62,10 @@ class SharedCopies(TorchFunctionMode):
     def _copy(self, to: Bytes, source: Bytes) -> None:
         count = min(self._threads, max(to.nbytes // _PART_BYTES, 1), len(to))
         parts = list(zip(np.array_split(to, count), np.array_split(source, count), strict=True))
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(max(self._threads - 1, 1), "moe-offload-copies")
-        begun = [self._pool.submit(np.copyto, *part) for part in parts[1:]]
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(max(self._threads - 1, 1), "moe-offload-copies")
+            begun = [self._pool.submit(np.copyto, *part) for part in parts[1:]]
         np.copyto(*parts[0])
         for part, copying in zip(reversed(parts[1:]), reversed(begun), strict=True):
             if copying.cancel():
@@ -72,7 +76,10 @@ class SharedCopies(TorchFunctionMode):
 
 
 def _are_alike(to: Any, source: Any) -> bool:
-    """Whether one is copied to the other byte by byte, row by row."""
+    """Whether one is copied to the other byte by byte, row by row.
+
+    What torch refuses or keeps account of (gradients, memory that is its own source) is torch's.
+    """
     return (
         isinstance(to, torch.Tensor)
         and isinstance(source, torch.Tensor)
@@ -82,6 +89,9 @@ def _are_alike(to: Any, source: Any) -> bool:
         and to.ndim > 0
         and to.nbytes >= _PART_BYTES
         and to.stride(-1) == source.stride(-1) == 1
+        and 0 not in to.stride()
+        and not (to.is_complex() or to.is_inference() or to.requires_grad or source.requires_grad)
+        and to.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
     )
 
 

@@ -66,8 +66,8 @@ class OffloadedRoutedExperts(RoutedExperts):
             raise not_mapped(int(refused[1]), refused[2]) from error
         self.offload: OffloadedLayer | None = None
         self._is_bound = False
-        # Experts whose numbers have come, by the shard of the weights.
-        self._arrived: dict[str, set[int]] = {}
+        # Experts whose numbers have come, by parameter and shard of it.
+        self._arrived: dict[tuple[str, str], set[int]] = {}
         self._check_supported()
         made = {name: p.data for name, p in self.named_parameters()}
         self.host = runtime.store.allocate(ExpertLayout.of(made), self.moe_config.num_experts)
@@ -103,9 +103,7 @@ class OffloadedRoutedExperts(RoutedExperts):
         self._runtime.store.wait(self.host.values())
         if self.offload is not None:
             self.offload.invalidate()
-        if param is getattr(self, "w13_weight", None) or param is getattr(self, "w2_weight", None):
-            whole = range(self.moe_config.num_experts) if loaded_weight.ndim > 2 else [expert_id]
-            self._arrived.setdefault(shard_id, set()).update(whole)
+        self._note_arrival(param, loaded_weight, shard_id, expert_id)
         with self._runtime.copies:
             return super().weight_loader(  # type: ignore[call-overload, no-any-return]
                 param, loaded_weight, weight_name, shard_id, expert_id, return_success
@@ -180,14 +178,33 @@ class OffloadedRoutedExperts(RoutedExperts):
         self._say_what_is_missing()
         self.offload = self._runtime.bind(self)
 
+    def _note_arrival(
+        self, param: torch.nn.Parameter, loaded: torch.Tensor, shard_id: str, expert_id: int
+    ) -> None:
+        """Numbers of an expert, or of all in one tensor, which begins with their dimension."""
+        name = next((name for name, each in self.named_parameters() if each is param), None)
+        if name is None:  # one that a reload has made for the time being
+            return
+        count = self.moe_config.num_experts
+        is_whole = loaded.ndim >= max(param.ndim, 1) and len(loaded) == count
+        experts = range(count) if is_whole else [expert_id]
+        self._arrived.setdefault((name, shard_id), set()).update(experts)
+        self._runtime.arrived.add((name, shard_id))
+
     def _say_what_is_missing(self) -> None:
-        """Whether every expert of a checkpoint is there nobody else asks."""
-        for shard_id, experts in self._arrived.items():
-            missing = sorted(set(range(self.moe_config.num_experts)) - experts)
-            if missing:
+        """Whether every expert of a checkpoint is there nobody else asks.
+
+        Of what came for any layer: which parameters a checkpoint fills depends on its format.
+        """
+        own = {name for name, _ in self.named_parameters()}
+        for name, shard_id in sorted(self._runtime.arrived):
+            here = self._arrived.get((name, shard_id), set())
+            missing = sorted(set(range(self.moe_config.num_experts)) - here)
+            if missing and name in own:
                 logger.warning(
-                    "moe_offload: the checkpoint has no %s of %d of %d experts of %s, which "
-                    "compute with zeros then: %s",
+                    "moe_offload: the checkpoint has no %s (%s) of %d of %d experts of %s, which "
+                    "compute with what was there before it came, weights of zero: %s",
+                    name,
                     shard_id,
                     len(missing),
                     self.moe_config.num_experts,

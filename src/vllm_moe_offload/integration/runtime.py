@@ -80,6 +80,8 @@ class OffloadRuntime:
         self.device = _device(vllm_config, worker)
         self.store = HostStore(self.device.register, self.device.unregister)
         self.copies = SharedCopies()
+        # What a checkpoint has filled in any layer: parameters and shards of them.
+        self.arrived: set[tuple[str, str]] = set()
         self.prefetch = (
             GroupOffloader(config, self.store) if config.group_size is not None else None
         )

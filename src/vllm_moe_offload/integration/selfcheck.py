@@ -19,14 +19,18 @@ ROWS = 8
 # over a row's sum), the engine does not.
 _FLOOR = {Format.FP32: 1e-4, Format.FP16: 5e-3, Format.BF16: 2e-2}
 _QUANTISED_FLOOR = 8e-2
-# A row by itself may be off by so many times as much. A wrong expert, scale or slot gives about 1
-# in the row that is this expert's.
+# A row by itself may be off by so many times as much. A wrong expert or slot gives about 1 in the
+# row that is this expert's.
 _OF_A_ROW = 2.0
+# What a row smaller than this share of most of them is off by is compared with that share: an
+# expert of hardly any weight may be at fp16's least numbers, which are coarse.
+_WEAK = 1 / 16
 # Router weights of a row: its own expert's, and the others'.
 _OWN, _OTHERS = 0.5, 0.5 / 16
-# Of the random rows of fp16: a model whose rows are small may overflow it with larger ones. The
-# other dtypes have the engine's own range: what only the device finds infinite there is a fault.
-_SCALES = (1.0, 2.0**-4, 2.0**-8)
+# Rows of fp16 may overflow it with experts that are large because the model's rows are small: such
+# a row is made smaller by so much, so many times. The other dtypes have the engine's own range:
+# what only the device finds infinite there is a fault.
+_SMALLER, _TIMES = 2.0**-4, 2
 # Of a step of a layer whose kind has been checked.
 _BRIEF = 2
 # How often experts that shared their rows with one of no finite numbers get rows with others.
@@ -71,13 +75,14 @@ def check_layer(
     for routing in range(_ROUTINGS):
         given = _rows_of_each(layer.num_experts, spec, top_k, seed=routing)
         x, weights, ids = (tensor[: _BRIEF if is_brief else None] for tensor in given)
-        for scale in _SCALES if spec.activation_dtype == torch.float16 else (1.0,):
-            step = _Step(x * scale, weights, ids, layer, cpu)
+        for _ in range(1 + (_TIMES if spec.activation_dtype == torch.float16 else 0)):
+            step = _Step(x, weights, ids, layer, cpu)
             worst = step.error(sizes)
             layer.reset_counters()
             layer.invalidate()
             if math.isfinite(worst):
                 break
+            x[step.overflowed] *= _SMALLER
         if not worst <= floor:
             raise SelfCheckError(
                 f"{name}: {spec.format.value} experts computed from {layer.num_slots} slots differ "
@@ -87,7 +92,7 @@ def check_layer(
             )
         used |= step.used
         compared |= step.compared
-        if is_brief or used == compared:
+        if used == compared:
             return
     logger.warning(
         "moe_offload: rows of %d of %d experts of %s are infinite or NaN, from the slots and on "
@@ -101,7 +106,8 @@ def check_layer(
 class _Step:
     """Rows through the slots beside the same rows by the engine.
 
-    `used`: experts whose own rows were computed; `compared`: of those whose results are finite.
+    `used`: experts whose own rows were computed; `compared`: of those whose results are finite;
+    `overflowed`: rows whose results are finite on one side alone.
     """
 
     def __init__(
@@ -114,10 +120,17 @@ class _Step:
     ) -> None:
         self.used: set[int] = set()
         self.compared: set[int] = set()
+        self.overflowed = torch.zeros(len(x), dtype=torch.bool)
         self._layer = layer
         self._own = ids[:, 0]
         self._expected = torch.empty(x.shape, dtype=torch.float32)
         cpu.compute(x, weights, ids, None, self._expected, False)
+        # In float64, where no norm overflows: the error would be NaN, which `max` passes over.
+        norms = self._expected.double().norm(dim=1)
+        norms = norms[norms.isfinite()]
+        typical = float(norms.median()) if len(norms) else 0.0
+        least = torch.finfo(x.dtype).tiny * math.sqrt(x.shape[1])
+        self._comparable = max(typical * _WEAK, least)
         device = current_platform.device_type
         self._given = [tensor.to(device) for tensor in (x, weights, ids)]
 
@@ -140,17 +153,19 @@ class _Step:
         got = self._layer.forward(*(t[on_device] for t in self._given)).cpu().float()
         expected, own = self._expected[these], self._own[these]
         finite = expected.isfinite().all(1)
-        if not torch.equal(finite, got.isfinite().all(1)):
+        differ = finite != got.isfinite().all(1)
+        if differ.any():
+            self.overflowed[these[differ]] = True
             return math.inf
         self.used |= set(own.tolist())
         self.compared |= set(own[finite].tolist())
         if not finite.any():
             return 0.0
-        # In float64, where no norm overflows: the error would be NaN, which `max` passes over.
         right = expected[finite].double()
         off, norms = (got[finite] - right).norm(dim=1), right.norm(dim=1)
-        each = off / norms.clamp_min(1e-30)
-        return float(max(off.norm() / norms.norm().clamp_min(1e-30), each.max() / _OF_A_ROW))
+        each = off / norms.clamp_min(self._comparable)
+        all_of_them = off.norm() / norms.norm().clamp_min(self._comparable)
+        return float(max(all_of_them, each.max() / _OF_A_ROW))
 
 
 def _rows_of_each(
