@@ -1,9 +1,10 @@
-"""Copies shared out among threads are torch's, and wait for no thread that has not begun."""
+"""Copies in a loader are torch's, whoever makes them, and wait for no thread that has not begun."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from threading import Event
 from threading import enumerate as enumerate_threads
 
@@ -22,9 +23,16 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "_PART_BYTES", 8)
 
 
+def by_own_threads(threads: int) -> SharedCopies:
+    """That have found torch's slower."""
+    copies = SharedCopies(threads)
+    copies._took[False] = inf
+    return copies
+
+
 @pytest.fixture
 def copies() -> Iterator[SharedCopies]:
-    copies = SharedCopies(3)
+    copies = by_own_threads(3)
     yield copies
     copies.close()
 
@@ -57,7 +65,7 @@ def test_what_is_copied_is_torchs(
     made = torch.zeros([*shape[:-1], shape[-1] + 5 * wide], dtype=other or dtype)
     expected = made.clone()
     expected[..., : shape[-1]].copy_(source)
-    shared = SharedCopies(threads)
+    shared = by_own_threads(threads)
     with shared:
         to = made[..., : shape[-1]]
         assert to.copy_(source) is to
@@ -84,6 +92,29 @@ def test_a_thread_that_has_not_begun_is_not_waited_for(copies: SharedCopies) -> 
     assert not any(each.done() for each in busy)
     free.set()
     assert torch.equal(made, source)
+
+
+@pytest.mark.parametrize("is_own_faster", [False, True])
+def test_the_faster_way_is_taken_and_the_other_tried_again(
+    is_own_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of the two is faster changes after 150 copies, and soon is noticed."""
+    now, own = 0.0, []
+
+    def pass_by(is_own: bool) -> None:
+        nonlocal now
+        now += 1.0 if is_own == (is_own_faster != (len(own) >= 150)) else 3.0
+        own.append(is_own)
+
+    monkeypatch.setattr(copying.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda to, source: pass_by(False))
+    monkeypatch.setattr(SharedCopies, "_copy", lambda copies, to, source: pass_by(True))
+    copies, made, source = SharedCopies(2), torch.zeros(4, 8), torch.zeros(4, 8)
+    for _ in range(300):
+        copies.__torch_function__(torch.Tensor.copy_, (), (made, source))
+    assert own[:2] == [False, True]
+    assert own[2:150].count(not is_own_faster) == 2
+    assert own[150 + copying._TRIED_AGAIN :].count(is_own_faster) <= 2
 
 
 def test_large_copies_alone_are_shared_and_outside_none(
