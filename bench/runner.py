@@ -321,14 +321,14 @@ class Session:
     def turn(self) -> Iterator[None]:
         """Measuring by itself, when every run that shares a folder with this one has come so far.
 
-        Those that have not come in time, the timeout of a contestant, are not waited for.
+        Those that have ended are waited for no more, nor those that have not come in time, the
+        timeout of a contestant.
         """
         folder: Path | None = self.options.turns
         if folder is None:
             yield
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.run.run}.here").touch()
+        self._come()
         until = min(time.monotonic() + self.options.timeout, self._ends)
         while len(list(folder.glob("*.here"))) < self.options.runs and time.monotonic() < until:
             time.sleep(0.05)
@@ -439,10 +439,17 @@ class Session:
             gpu = index % self.options.gpus
             self._waiting[gpu].append(self._process(gpu))
 
+    def _come(self) -> None:
+        """Let no other run wait for this one."""
+        if self.options.turns is not None:
+            self.options.turns.mkdir(parents=True, exist_ok=True)
+            (self.options.turns / f"{self.run.run}.here").touch()
+
     def close(self) -> None:
         """End every process that has not ended: those that got no order, and those at work."""
         for process in self._started:
             process.end()
+        self._come()
 
     def _process(self, gpu: int) -> Process:
         environment = os.environ | {

@@ -86,6 +86,8 @@ def figures(session: Session, name: str) -> list[Row]:
         keys["slots"] = contestant.slots
         engine = session.engine() | contestant.engine | _sizes(options)
         engine.pop("skip_tokenizer_init")
+        # Where engines of other runs are on its GPU as well.
+        engine["gpu_memory_utilization"] /= options.runs
         left = min(options.timeout, session.seconds_left)
         environment = _environment(routing, options.runner)
         with server(engine, environment, log, left) as url, session.turn():

@@ -58,6 +58,21 @@ def test_a_run_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() < session._ends - 15
 
 
+def test_a_run_that_has_failed_is_not_waited_for(tmp_path: Path) -> None:
+    def run(name: str) -> Session:
+        session = Session.__new__(Session)
+        session.options = Namespace(turns=tmp_path / "turns", runs=2, timeout=20.0)
+        session.run = SimpleNamespace(run=name)
+        session._ends = time.monotonic() + 20
+        session._started = []
+        return session
+
+    run("failed before its turn").close()
+    other = run("other")
+    with other.turn():
+        assert time.monotonic() < other._ends - 15
+
+
 def test_runs_that_wait_for_each_other_measure_the_machine_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from threading import Lock
 from typing import Any
 
@@ -21,6 +23,8 @@ _PART_BYTES = 1 << 20
 _MOST_THREADS = 8
 # The way of copying that was slower is tried again after so many copies.
 _TRIED_AGAIN = 64
+# Of so many copies by either way the median counts: one of many is slow for other reasons.
+_COUNTED = 5
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -31,7 +35,7 @@ class SharedCopies(TorchFunctionMode):
     torch's threads share a copy, each an equal part, and at its end all wait for all: on a quiet
     machine nothing is faster, but where another process has the CPU of one, a tensor of 3 MB takes
     11 ms instead of 1. Threads of its own wait for none that has not begun: its part is the
-    caller's then. Which of the two was slower last is left alone for `_TRIED_AGAIN` copies.
+    caller's then. The way that took longer of late is tried every `_TRIED_AGAIN` copies.
 
     Args:
         threads: How many of its own, the caller included; None: as many as there are CPUs, eight at
@@ -43,8 +47,8 @@ class SharedCopies(TorchFunctionMode):
         self._threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
         self._pool: ThreadPoolExecutor | None = None
         self._lock = Lock()
-        # Seconds a byte when last measured, by torch's threads and by those of its own.
-        self._took = {False: 0.0, True: 0.0}
+        # Seconds a byte of late, by torch's threads and by those of its own.
+        self._took = {is_own: deque([0.0], _COUNTED) for is_own in (False, True)}
         self._copies = 0
 
     def close(self) -> None:
@@ -64,7 +68,7 @@ class SharedCopies(TorchFunctionMode):
     ) -> Any:
         if not (func is torch.Tensor.copy_ and len(args) == 2 and _are_alike(*args)):
             return func(*args, **(kwargs or {}))
-        is_own = self._took[True] < self._took[False]
+        is_own = median(self._took[True]) < median(self._took[False])
         self._copies += 1
         if self._copies % _TRIED_AGAIN == 0:
             is_own = not is_own
@@ -73,7 +77,7 @@ class SharedCopies(TorchFunctionMode):
             self._copy(_bytes(args[0]), _bytes(args[1]))
         else:
             func(*args)
-        self._took[is_own] = (time.perf_counter() - began) / args[0].nbytes
+        self._took[is_own].append((time.perf_counter() - began) / args[0].nbytes)
         return args[0]
 
     def _copy(self, to: Bytes, source: Bytes) -> None:
