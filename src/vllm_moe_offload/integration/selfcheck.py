@@ -58,7 +58,7 @@ def check_layer(
     `top_k`: experts a row is routed to. Each expert has a row that is mostly its own, so all of
     them pass through the slots in waves. Where the device decides steps, there is one of each power
     of two of rows, which compiles its kernels, up to one that the host plans, and more of these
-    until every row has come. rows: of every step instead of those; is_brief: a step of two rows
+    until every row has come. rows: of every step instead of those; is_brief: steps of two rows
     and no more, for a layer of a kind that has been checked.
 
     Rows that both find infinite or NaN, by what the checkpoint holds, cannot be compared. Their
