@@ -1,8 +1,7 @@
 """Host memory that holds what is offloaded."""
 
-from vllm_moe_offload.host.copying import SharedCopies
 from vllm_moe_offload.host.dummy import fill_dummy
 from vllm_moe_offload.host.pages import available_memory
 from vllm_moe_offload.host.store import HostStore, not_mapped
 
-__all__ = ["HostStore", "SharedCopies", "available_memory", "fill_dummy", "not_mapped"]
+__all__ = ["HostStore", "available_memory", "fill_dummy", "not_mapped"]

@@ -66,7 +66,9 @@ class OffloadedRoutedExperts(RoutedExperts):
             raise not_mapped(int(refused[1]), refused[2]) from error
         self.offload: OffloadedLayer | None = None
         self._is_bound = False
-        # Experts whose numbers have come, by parameter and shard of it.
+        # Until it is bound: what a checkpoint may fill, and the experts whose numbers have come by
+        # parameter and shard of it.
+        self._names = {parameter: name for name, parameter in self.named_parameters()}
         self._arrived: dict[tuple[str, str], set[int]] = {}
         self._check_supported()
         made = {name: p.data for name, p in self.named_parameters()}
@@ -104,10 +106,9 @@ class OffloadedRoutedExperts(RoutedExperts):
         if self.offload is not None:
             self.offload.invalidate()
         self._note_arrival(param, loaded_weight, shard_id, expert_id)
-        with self._runtime.copies:
-            return super().weight_loader(  # type: ignore[call-overload, no-any-return]
-                param, loaded_weight, weight_name, shard_id, expert_id, return_success
-            )
+        return super().weight_loader(  # type: ignore[call-overload, no-any-return]
+            param, loaded_weight, weight_name, shard_id, expert_id, return_success
+        )
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
 
@@ -182,8 +183,8 @@ class OffloadedRoutedExperts(RoutedExperts):
         self, param: torch.nn.Parameter, loaded: torch.Tensor, shard_id: str, expert_id: int
     ) -> None:
         """Numbers of an expert, or of all in one tensor, which begins with their dimension."""
-        name = next((name for name, each in self.named_parameters() if each is param), None)
-        if name is None:  # one that a reload has made for the time being
+        name = self._names.get(param)
+        if name is None:  # a reload's
             return
         count = self.moe_config.num_experts
         is_whole = loaded.ndim >= max(param.ndim, 1) and len(loaded) == count
@@ -196,7 +197,7 @@ class OffloadedRoutedExperts(RoutedExperts):
 
         Of what came for any layer: which parameters a checkpoint fills depends on its format.
         """
-        own = {name for name, _ in self.named_parameters()}
+        own = set(self._names.values())
         for name, shard_id in sorted(self._runtime.arrived):
             here = self._arrived.get((name, shard_id), set())
             missing = sorted(set(range(self.moe_config.num_experts)) - here)
@@ -211,6 +212,7 @@ class OffloadedRoutedExperts(RoutedExperts):
                     self.layer_name,
                     ", ".join(map(str, missing)),
                 )
+        self._names.clear()
         self._arrived.clear()
 
     def forward_modular(

@@ -25,7 +25,7 @@ from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import ConfigError, InactiveError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
-from vllm_moe_offload.host import HostStore, SharedCopies, fill_dummy
+from vllm_moe_offload.host import HostStore, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.frontend import asked_by_model, of_setting
 from vllm_moe_offload.integration.graphs import (
@@ -79,7 +79,6 @@ class OffloadRuntime:
         self._vllm_config = vllm_config
         self.device = _device(vllm_config, worker)
         self.store = HostStore(self.device.register, self.device.unregister)
-        self.copies = SharedCopies()
         # What a checkpoint has filled in any layer: parameters and shards of them.
         self.arrived: set[tuple[str, str]] = set()
         self.prefetch = (
@@ -297,7 +296,6 @@ class OffloadRuntime:
 
         Not every model runner tells its offloader that the weights are loaded.
         """
-        self.copies.close()
         if self.prefetch is not None:
             self.prefetch.post_init()
             refuse_whole_weights(worker, "while some of them are prefetched (group_size)")
@@ -450,7 +448,6 @@ class OffloadRuntime:
 
     def close(self) -> None:
         """No weight and no step comes any more: the CPU lane ends. May be called twice."""
-        self.copies.close()
         self.store.close()
         if self.prefetch is not None:
             self.prefetch.close()
