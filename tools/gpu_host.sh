@@ -102,7 +102,9 @@ left() { echo $((ENDS - $(date +%s) - ${1:-0})); }
 
 # Tests and soaks: a line of a name and a command each, the longest first.
 
-PYTEST="python3 -m pytest -m gpu -s -ra -p no:cacheprovider --tb=short --durations=8"
+# Checkpoints of tests that have passed are removed: together they are more than 64 GB.
+PYTEST="python3 -m pytest -m gpu -s -ra -p no:cacheprovider --tb=short --show-capture=no --durations=8"
+PYTEST+=" -o tmp_path_retention_policy=failed"
 KINDS="bf16 fp8_block fp8_tensor fp8_channel"
 
 soaks() {
