@@ -2,7 +2,8 @@
 
 Layers of one side stream and one CPU lane, as in a model, two steps of all in one graph. Every slot
 holds NaN when it is made and again from when a fetch into it may begin until it is done: what reads
-too early, or is overwritten too early, shows.
+too early, or is overwritten too early, shows. As an index such a thing is brought into range, since
+torch would end the process's use of the GPU.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Dense(Lane):
         assert expert_map is not None
         gate, up = (x @ self._w13.mT).chunk(2, -1)
         rows = (torch.nn.functional.silu(gate) * up) @ self._w2.mT
-        slot = expert_map[topk_ids.long()]
+        slot = expert_map[topk_ids.long().clamp(0, EXPERTS)]
         share = ((slot[:, :, None] == self._slots) * topk_weights[:, :, None]).sum(1).mT[:, :, None]
         return torch.where(share > 0, rows * share, 0.0).sum(0)
 
@@ -204,7 +205,7 @@ def poison_before_fetches(patch: pytest.MonkeyPatch) -> None:
     def poisoned(self: ExpertFetch, pairs: torch.Tensor, count: torch.Tensor) -> None:
         listed = torch.arange(len(pairs), device=pairs.device) < count
         marks = torch.zeros(SLOTS + 1, dtype=torch.bool, device=pairs.device)
-        marks.index_fill_(0, torch.where(listed, pairs[:, 1], SLOTS).long(), True)
+        marks.index_fill_(0, torch.where(listed, pairs[:, 1], SLOTS).long().clamp(0, SLOTS), True)
         for slots in self._slots:
             slots.view(torch.float32).masked_fill_(marks[:-1, None], NAN)
         launch(self, pairs, count)

@@ -6,6 +6,7 @@ sums.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,11 +61,13 @@ def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple]:
     kind, size = request.param
-    quantised, _ = checkpoints.write(kind, tmp_path_factory.mktemp("stream"), seed=3)
+    folder = tmp_path_factory.mktemp("stream")
+    quantised, _ = checkpoints.write(kind, folder, seed=3)
     settings = moe_offload_args(
         mode="cache", slots_per_layer=SLOTS, stream_threshold=64, stream_experts=BUFFERS[size]
     )
     with engine(quantised, dtype="bfloat16", enforce_eager=True, **settings, **SIZES) as llm:
+        shutil.rmtree(folder)  # all of them are 48 GiB
         yield kind, llm
 
 
