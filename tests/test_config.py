@@ -100,6 +100,7 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"mode": "hybrid", "update_expert_num": 0}, r"update_expert_num=0: give at least 1"),
         ({"policy": "clock"}, r"policy='clock': give one of lfru, lru, lfu, static \("),
         ({"slots_per_layer": 0}, r"slots_per_layer=0: give at least 1"),
+        ({"slots_per_layer": 0, "polcy": "lru"}, r"unknown: 'polcy' .*; slots_per_layer=0: give"),
         ({"slots_per_layer": 2.5}, r"slots_per_layer=2.5: give a whole number or 'auto' \("),
         ({"slots_per_layer": "many"}, r"slots_per_layer='many': give a whole number or 'auto' \("),
         ({"slots_per_layer": float("inf")}, r"slots_per_layer=inf: give a whole number or 'auto'"),
@@ -212,6 +213,16 @@ def test_an_unknown_variable_is_an_error() -> None:
     meant = r"SLOT_PER_LAYER is no setting \(did you mean VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER\?\)"
     with pytest.raises(ConfigError, match=meant):
         OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOT_PER_LAYER": "8"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "cause"),
+    [("SLOTS_PER_LAYER", "0", "at least 1"), ("POLICY", "lra", "one of lfru"), ("MODE", "", "one")],
+)
+def test_a_wrong_variable_is_named(name: str, value: str, cause: str) -> None:
+    variable = f"VLLM_MOE_OFFLOAD_{name}"
+    with pytest.raises(ConfigError, match=rf"give {cause}.*in the environment: {variable}\)"):
+        OffloadConfig.resolve({"moe_offload": {"cpu_threads": 1}}, {variable: value})
 
 
 def test_the_same_value_in_another_type_is_no_disagreement() -> None:

@@ -172,6 +172,36 @@ class OffloadConfig(BaseModel):
             return [name.strip() for name in value.split(",")]
         return value
 
+    @field_validator(
+        "slots_per_layer", "cache_topk", "update_expert_num", "stream_experts", "cpu_threads"
+    )
+    @classmethod
+    def _at_least_one_or_auto(cls, value: int | str | None) -> int | str | None:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("give at least 1, or 'auto'")
+        return value
+
+    @field_validator("group_size", "num_in_group", "prefetch_step")
+    @classmethod
+    def _at_least_one(cls, value: int | None) -> int | None:
+        if value is not None and value < 1:
+            raise ValueError("give at least 1")
+        return value
+
+    @field_validator("stream_threshold")
+    @classmethod
+    def _at_least_zero(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("give at least 0, 'auto' or 'off'")
+        return value
+
+    @field_validator("gpu_memory_gib")
+    @classmethod
+    def _is_an_amount(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and not 0 < value * 2**30 < float("inf"):
+            raise ValueError("give GiB above 0 that a device can have, or 'auto'")
+        return value
+
     @model_validator(mode="before")
     @classmethod
     def _are_named(cls, data: Any) -> Any:
@@ -185,25 +215,6 @@ class OffloadConfig(BaseModel):
     def _consistent(self, info: ValidationInfo) -> OffloadConfig:
         if info.context == _ONE_OF_TWO_SOURCES:
             return self
-        for name in (
-            "slots_per_layer",
-            "cache_topk",
-            "update_expert_num",
-            "stream_experts",
-            "cpu_threads",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{name}={value}: give at least 1, or 'auto'")
-        if isinstance(self.stream_threshold, int) and self.stream_threshold < 0:
-            raise ValueError(
-                f"stream_threshold={self.stream_threshold}: give at least 0, 'auto' or 'off'"
-            )
-        gib = self.gpu_memory_gib
-        if isinstance(gib, float) and not 0 < gib * 2**30 < float("inf"):
-            raise ValueError(
-                f"gpu_memory_gib={gib}: give GiB above 0 that a device can have, or 'auto'"
-            )
         sizes = [n for n in ("slots_per_layer", "gpu_memory_gib") if self.says(n)]
         if len(sizes) == 2:
             raise ValueError(
@@ -251,9 +262,6 @@ class OffloadConfig(BaseModel):
                     "nothing: give group_size, or leave it out"
                 )
             return
-        for name in PREFETCH_SETTINGS[:3]:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
         if self.num_in_group > self.group_size:
             raise ValueError(
                 f"num_in_group={self.num_in_group} of group_size={self.group_size}: a group has no "
@@ -289,7 +297,11 @@ class OffloadConfig(BaseModel):
         if given is None and not from_environment:
             return None
         explicit = cls.parse(given or {}, context=_ONE_OF_TWO_SOURCES)
-        variables = cls.parse(from_environment, context=_ONE_OF_TWO_SOURCES)
+        try:
+            variables = cls.parse(from_environment, context=_ONE_OF_TWO_SOURCES)
+        except ConfigError as error:
+            names = ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in from_environment)
+            raise ConfigError(f"{error} (set in the environment: {names})") from None
         for name in set(explicit.model_fields_set) & set(variables.model_fields_set):
             if getattr(explicit, name) != getattr(variables, name):
                 raise ConfigError(

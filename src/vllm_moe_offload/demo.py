@@ -87,7 +87,8 @@ def run(
     except ConfigError as error:
         raise DemoError(str(error)) from None
 
-    where = f"{slots} slots a layer, the other" if slots else f"mode {mode}, all"
+    plural = "" if slots == 1 else "s"
+    where = f"{slots} slot{plural} a layer, the other" if slots else f"mode {mode}, all"
     console.rule(f"{escape(model.name)} with {where} experts in host memory")
     console.print("starting vLLM ...", style="dim")
     ours = _in_a_process(model, prompts, max_tokens, settings, print_text=True)

@@ -382,7 +382,7 @@ class OffloadRuntime:
         if self.config.mode not in SLOTLESS_MODES:
             slots = sorted({layer.num_slots for layer in layers})
             parts += [
-                f"{'/'.join(map(str, slots))} slots a layer",
+                f"{'/'.join(map(str, slots))} slot{'' if slots == [1] else 's'} a layer",
                 f"{amount(self._slot_bytes)} in slots",
                 f"policy {self.config.policy}",
             ]
