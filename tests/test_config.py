@@ -146,6 +146,8 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"group_size": 2, "params": True}, r"params=True: give a list of names \("),
         ({"mode": "Cache"}, r"mode='Cache' \(did you mean cache\?\): give one of auto, cache"),
         ({"policy": "LRU"}, r"policy='LRU' \(did you mean lru\?\): give one of lfru, lru"),
+        ({"policy": "lrfu"}, r"policy='lrfu' \(did you mean lfru\?\): give one of lfru, lru"),
+        ({"POLICY": "lru"}, r"unknown: 'POLICY' \(did you mean policy\?\)"),
         ({"stream_threshold": "Off"}, r"='Off' \(did you mean off\?\): give a whole number or"),
     ],
 )
@@ -213,6 +215,18 @@ def test_an_unknown_variable_is_an_error() -> None:
     meant = r"SLOT_PER_LAYER is no setting \(did you mean VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER\?\)"
     with pytest.raises(ConfigError, match=meant):
         OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOT_PER_LAYER": "8"})
+    meant = r"VLLM_MOE_OFLOAD_MODE is no setting \(did you mean VLLM_MOE_OFFLOAD_MODE\?\)"
+    with pytest.raises(ConfigError, match=meant):
+        OffloadConfig.resolve({}, {"VLLM_MOE_OFLOAD_MODE": "cache"})
+
+
+def test_vllms_own_variables_are_left_alone() -> None:
+    names = (
+        "VLLM_MOE_DP_CHUNK_SIZE",
+        "VLLM_USE_FUSED_MOE_GROUPED_TOPK",
+        "VLLM_CPU_OMP_THREADS_BIND",
+    )
+    assert OffloadConfig.resolve({}, dict.fromkeys(names, "1")) is None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +252,9 @@ def test_the_same_value_in_another_type_is_no_disagreement() -> None:
     "name", ["VLLM_MOE_OFFLOAD", "VLLM_MOE_OFFLOAD_slots_per_layer", "vllm_moe_offload_policy"]
 )
 def test_a_variable_that_looks_like_a_setting_is_an_error(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} is no setting; those are: VLLM_MOE_OFFLOAD_MO"):
+    with pytest.raises(
+        ConfigError, match=rf"{name} is no setting( \(did.*)?; those are: VLLM_MOE_OFF"
+    ):
         OffloadConfig.resolve({}, {name: "8"})
 
 

@@ -109,3 +109,15 @@ def test_the_table_names_slots_or_buffers() -> None:
     assert "buffers" not in computed
     for text in (streamed, computed):
         assert not [word for word in ("hits", "misses", "a layer") if word in text]
+
+
+def test_a_setting_in_the_environment_is_refused_before_vllm_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(demo, "_in_a_process", lambda *_, **__: pytest.fail("it was started"))
+    monkeypatch.setenv("VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER", "6")
+    result = CliRunner().invoke(app, ["demo", "--model", str(MODEL)])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "is 8 in additional_config and 6 in VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER: set it in" in said
+    assert "the demo's own: --mode, --slots and --policy" in said

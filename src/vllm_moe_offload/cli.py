@@ -73,9 +73,14 @@ def demo(
             policy=policy,
         )
     except demonstration.DemoError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        _print_error(error)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if same else 1)
+
+
+def _print_error(error: Exception) -> None:
+    # One line, however wide the terminal is.
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
 
 
 @bench_app.command("cpu")
@@ -110,8 +115,7 @@ def bench_cpu(
     """Time the CPU expert engine beside what this machine could do at most."""
     from vllm_moe_offload.engine import bench
 
-    # Errors stay one line, however wide the terminal is.
-    console = Console(stderr=True, soft_wrap=True)
+    console = Console(stderr=True)
     measured: list[bench.Row] = []
 
     def keep(row: bench.Row) -> None:
@@ -138,7 +142,7 @@ def bench_cpu(
                 on_row=keep,
             )
     except ValueError as error:
-        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        _print_error(error)
         raise typer.Exit(2) from None
     typer.echo(bench.format_table(measured))
 

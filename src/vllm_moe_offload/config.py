@@ -397,15 +397,28 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     known = variable_names()
     found = {}
     for name, text in environment.items():
-        if not name.upper().startswith(ENVIRONMENT_PREFIX.rstrip("_")) or name in ENGINE_VARIABLES:
+        if name in ENGINE_VARIABLES or not _is_like_a_variable(name, known):
             continue
         if name not in known:
+            prefix = len(ENVIRONMENT_PREFIX) if _has_prefix(name) else 0
             raise ConfigError(
-                f"the environment variable {name} is no setting"
-                f"{meant(name, known, len(ENVIRONMENT_PREFIX))}; those are: {', '.join(known)}"
+                f"the environment variable {name} is no setting{meant(name, known, prefix)}; "
+                f"those are: {', '.join(known)}"
             )
         found[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = text
     return found
+
+
+def _is_like_a_variable(name: str, known: list[str]) -> bool:
+    """Whether it has the prefix, or is one of these but for a letter or two."""
+    return _has_prefix(name) or bool(
+        name.upper().startswith("VLLM")
+        and difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.93)
+    )
+
+
+def _has_prefix(name: str) -> bool:
+    return name.upper().startswith(ENVIRONMENT_PREFIX.rstrip("_"))
 
 
 def variable_names() -> list[str]:
@@ -445,7 +458,7 @@ def _explain(error: ValidationError) -> str:
             # Of a list one entry may be wrong.
             at = "".join(f"[{part}]" for part in items[-1]["loc"][1:] if isinstance(part, int))
             given = items[-1]["input"]
-            near = meant(given.lower(), _words(items)) if isinstance(given, str) else ""
+            near = meant(given, _words(items)) if isinstance(given, str) else ""
             line = f"{where}{at}={given!r}{near}: {line} ({known.description})"
         lines.append(line)
     return "moe_offload settings: " + "; ".join(lines)
@@ -456,9 +469,10 @@ def meant(name: str, known: Iterable[str], prefix: int = 0) -> str:
 
     prefix: how many characters all have in common, which say nothing.
     """
-    ends = {each[prefix:]: each for each in known}
-    given = name[prefix:]
-    near = difflib.get_close_matches(given, ends, n=1, cutoff=0.75)
+    ends = {each[prefix:].lower(): each for each in known}
+    given = name[prefix:].lower()
+    near = [end for end in ends if sorted(end) == sorted(given)]  # letters in another order
+    near = near or difflib.get_close_matches(given, ends, n=1, cutoff=0.75)
     near = near or [end for end in ends if given and end.startswith(f"{given}_")]
     return f" (did you mean {ends[near[0]]}?)" if near else ""
 

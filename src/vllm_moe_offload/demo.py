@@ -16,7 +16,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_moe_offload.amounts import amount
-from vllm_moe_offload.config import SLOTLESS_MODES, OffloadConfig, variable_names
+from vllm_moe_offload.config import (
+    ADDITIONAL_CONFIG_KEY,
+    SLOTLESS_MODES,
+    OffloadConfig,
+    variable_names,
+)
 from vllm_moe_offload.errors import ConfigError
 
 MODEL = Path("models/demo-moe")
@@ -83,13 +88,18 @@ def run(
     asked = {"mode": mode, "slots_per_layer": slots, "policy": policy}
     settings = {name: value for name, value in asked.items() if value is not None}
     try:
-        OffloadConfig.parse(settings)
+        OffloadConfig.resolve({ADDITIONAL_CONFIG_KEY: settings}, os.environ)
     except ConfigError as error:
-        raise DemoError(str(error)) from None
+        raise DemoError(
+            f"{error} (additional_config is the demo's own: --mode, --slots and --policy, or what "
+            "these are by default)"
+            if any(name in os.environ for name in variable_names())
+            else str(error)
+        ) from None
 
     plural = "" if slots == 1 else "s"
-    where = f"{slots} slot{plural} a layer, the other" if slots else f"mode {mode}, all"
-    console.rule(f"{escape(model.name)} with {where} experts in host memory")
+    where = f"{slots} slot{plural} a layer" if slots else f"mode {mode}"
+    console.rule(f"{escape(model.name)} with {where}, all experts in host memory")
     console.print("starting vLLM ...", style="dim")
     ours = _in_a_process(model, prompts, max_tokens, settings, print_text=True)
     console.rule("the same prompts without offload")

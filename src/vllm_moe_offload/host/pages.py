@@ -27,6 +27,8 @@ _MADV_POPULATE_WRITE = 23
 # What one thread touches at a time: large enough that the calls cost nothing, small enough that
 # threads finish together and progress is seen.
 PIECE = 32 << 20
+# A loader copies by as many threads as there are processors, each waiting for the last one.
+_CPUS_A_THREAD = 4
 
 
 class Pages(mmap.mmap):
@@ -115,7 +117,8 @@ def touch(blocks: Sequence[tuple[int, int]]) -> Iterator[int]:
     """Fault in the pages of each (address, bytes) block; yields bytes as they are done.
 
     Each block is split evenly over the NUMA nodes, and each part is touched by threads of its node,
-    so that it is placed there. What the pages hold is not changed.
+    so that it is placed there; by a thread for four processors, so that who loads weights into what
+    has been touched has the others. What the pages hold is not changed.
     """
     nodes = node_cpus()
     jobs: list[list[tuple[int, int]]] = [[] for _ in nodes]
@@ -125,7 +128,11 @@ def touch(blocks: Sequence[tuple[int, int]]) -> Iterator[int]:
         for node, at in enumerate(range(0, nbytes, share)):
             jobs[node] += pieces(address + at, min(share, nbytes - at))
     pools = [
-        ThreadPoolExecutor(len(cpus), initializer=os.sched_setaffinity, initargs=(0, cpus))
+        ThreadPoolExecutor(
+            max(len(cpus) // _CPUS_A_THREAD, 1),
+            initializer=os.sched_setaffinity,
+            initargs=(0, cpus),
+        )
         for cpus in nodes
     ]
     try:

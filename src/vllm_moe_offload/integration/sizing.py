@@ -170,8 +170,9 @@ class Sizing:
             )
         if idle:
             logger.warning(
-                "moe_offload: every expert fits on the device, so %s decides nothing",
+                "moe_offload: every expert fits on the device, so %s decide%s nothing",
                 ", ".join(idle),
+                "s" if len(idle) == 1 else "",
             )
         if self._is_automatic:
             return
