@@ -26,7 +26,14 @@ from vllm_moe_offload import MemoryShortError, OffloadError
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 from vllm_moe_offload.host import HostStore, dummy, fill_dummy, pages
 from vllm_moe_offload.host import store as store_module
-from vllm_moe_offload.host.pages import PIECE, available_memory, map_pages, node_cpus, touch
+from vllm_moe_offload.host.pages import (
+    PIECE,
+    available_memory,
+    map_pages,
+    node_cpus,
+    resident_bytes,
+    touch,
+)
 
 
 class Registry:
@@ -510,3 +517,39 @@ def test_a_kernel_without_huge_pages_is_fine(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pages, "Pages", Refusing)
     block = map_pages(3 * mmap.PAGESIZE)
     assert len(block) == 3 * mmap.PAGESIZE
+
+
+def test_what_has_been_touched_is_resident() -> None:
+    nbytes = 6 << 20
+    block = map_pages(nbytes + 5)
+    block.madvise(mmap.MADV_NOHUGEPAGE)  # whose pages would be more than what is written
+    tensor = torch.frombuffer(block, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    assert resident_bytes(address, nbytes + 5) == 0
+    tensor[: 2 << 20].fill_(1)
+    assert resident_bytes(address, nbytes + 5) == 2 << 20
+    tensor.fill_(1)
+    assert resident_bytes(address, nbytes + 5) == nbytes + 5
+    assert resident_bytes(1, 5) == 0, "no page begins there: nobody can tell"
+
+
+def test_weights_that_are_there_need_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some loaders write into the blocks before these are made ready."""
+    store = Registry().store()
+    tensors = store.allocate(spec(512, 512).layout, 16)  # 24 MiB
+    monkeypatch.setattr(store_module, "available_memory", lambda: 8 << 20)
+    with pytest.raises(MemoryShortError, match=r"need 24\.0 MiB .* and 8\.0 MiB are available"):
+        store.require()
+    for tensor in tensors.values():
+        tensor.fill_(1)
+    store.prepare()
+    store.wait(tensors.values())
+    assert all((tensor == 1).all() for tensor in tensors.values())
+
+
+def test_the_first_error_is_the_one_that_stays() -> None:
+    store = Registry().store()
+    store._fail(OffloadError("first"))
+    store._fail(OffloadError("second"))
+    with pytest.raises(OffloadError, match="first"):
+        store.wait([])

@@ -14,7 +14,11 @@ pytest.importorskip("vllm")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
-from vllm.model_executor.offloader.base import NoopOffloader, get_offloader  # noqa: E402
+from vllm.model_executor.offloader.base import (  # noqa: E402
+    NoopOffloader,
+    get_offloader,
+    set_offloader,
+)
 
 from tests.e2e.engines import Prompts, engine, greedy, stats  # noqa: E402
 from vllm_moe_offload import (  # noqa: E402
@@ -245,6 +249,22 @@ def test_the_environment_turns_it_on(dense: Path, monkeypatch: pytest.MonkeyPatc
         done = stats(ours)["prefetch"]
         assert done["layers"] == 2
         assert done["host_bytes"] == 2 * (4 * (ATTENTION + MLP) + PADDING)
+
+
+def test_another_offloader_during_a_step_ends_it(
+    dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another thread makes an engine: vLLM's offloader is that one's from then on."""
+    wait = GroupOffloader._wait_for_layer
+
+    def taken(self: GroupOffloader, number: int) -> None:
+        wait(self, number)
+        set_offloader(NoopOffloader())
+
+    with engine(dense, **moe_offload_args(group_size=1)) as ours:
+        monkeypatch.setattr(GroupOffloader, "_wait_for_layer", taken)
+        with pytest.raises(UnsupportedError, match="another engine was made or ran in this proc"):
+            greedy(ours, PROMPTS)
 
 
 def test_weights_are_not_loaded_again(dense: Path) -> None:

@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -311,6 +313,61 @@ def test_experts_that_a_checkpoint_lacks_are_named(
         assert lines[0].endswith("weights of zero: 9, 11")
 
 
+def test_a_projection_that_a_checkpoint_lacks_in_all_layers_is_named(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(layers.logger, "warning", lambda text, *args: lines.append(text % args))
+    shutil.copytree(model, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(model / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "up_proj" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    with engine(tmp_path, **moe_offload_args(slots_per_layer=4)):
+        pass
+    assert len(lines) == 3
+    for number, line in enumerate(lines):
+        assert f"has no w13_weight (w3) of 16 of 16 experts of model.layers.{number}.mlp" in line
+
+
+def test_experts_in_one_tensor_have_arrived_all() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(16, 4, 8))
+    layer = SimpleNamespace(
+        _names={parameter: "w2_weight"},
+        _arrived={},
+        _runtime=SimpleNamespace(arrived=set()),
+        moe_config=SimpleNamespace(num_experts=16),
+    )
+    note: Any = layers.OffloadedRoutedExperts._note_arrival
+    note(layer, parameter, torch.zeros(4, 8), "w2", 3)
+    assert layer._arrived == {("w2_weight", "w2"): {3}}
+    note(layer, parameter, torch.zeros(16, 4, 8), "w2", 0)
+    assert layer._arrived == {("w2_weight", "w2"): set(range(16))}
+
+
+def test_weights_are_written_into_memory_that_is_ready(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_ready, load = store_module.HostStore._touch_and_register, RoutedExperts.weight_loader
+    found: list[bool] = []
+
+    def slowly(self: Any, *args: Any) -> None:
+        time.sleep(0.2)
+        make_ready(self, *args)
+
+    def looked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        blocks = self._runtime.store._blocks
+        found.append(all(blocks[t.data_ptr()].ready.is_set() for t in self.host.values()))
+        return load(self, *args, **kwargs)
+
+    monkeypatch.setattr(store_module.HostStore, "_touch_and_register", slowly)
+    monkeypatch.setattr(RoutedExperts, "weight_loader", looked)
+    with engine(model, **moe_offload_args(slots_per_layer=4)):
+        pass
+    assert len(found) == 3 * 16 * 3
+    assert all(found)
+
+
 def test_a_layer_that_is_not_the_first_of_its_kind_is_checked_too(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +384,30 @@ def test_a_layer_that_is_not_the_first_of_its_kind_is_checked_too(
         SelfCheckError, match=r"model\.layers\.2\.mlp\.experts: fp32 experts .* differ"
     ):
         start(model, {"slots_per_layer": 4})
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_that_are_written_in_place_are_used(
+    model: Path, stock_tokens: list[list[int]], fails: bool
+) -> None:
+    with engine(model, **moe_offload_args(slots_per_layer=16)) as ours:
+        assert greedy(ours, PROMPTS) == stock_tokens
+        zeros = [
+            (name, torch.zeros_like(parameter))
+            for name, parameter in _model(ours).named_parameters()
+            if "experts" in name
+        ]
+        if fails:
+            zeros.append(("no such parameter", zeros[0][1]))
+        with pytest.raises(Exception, match="no such") if fails else nullcontext():
+            ours.collective_rpc(
+                "reload_weights",
+                kwargs={"weights_iterator": zeros, "is_checkpoint_format": False},
+            )
+        tokens = greedy(ours, PROMPTS)
+        assert tokens != stock_tokens
+        resize(ours, 16)  # which empties the slots
+        assert greedy(ours, PROMPTS) == tokens
 
 
 def test_dummy_weights_load(model: Path) -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from vllm_moe_offload.amounts import amount
 from vllm_moe_offload.errors import MemoryShortError, OffloadError
 from vllm_moe_offload.experts import ExpertLayout
-from vllm_moe_offload.host.pages import Pages, available_memory, map_pages, touch
+from vllm_moe_offload.host.pages import Pages, available_memory, map_pages, resident_bytes, touch
 
 _ADVICE = "free memory, or serve a smaller or more strongly quantised model"
 
@@ -140,7 +140,7 @@ class HostStore:
 
         It names both. `also_needed`: what to say there of other memory.
         """
-        if self.pending_bytes > available_memory():
+        if self._untouched_bytes() > available_memory():
             raise MemoryShortError(
                 f"{self.needs()}: {_ADVICE}" + (f" ({also_needed})" if also_needed else "")
             )
@@ -249,8 +249,16 @@ class HostStore:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes allocated since the last `prepare`, of which no page has been touched."""
+        """Bytes allocated since the last `prepare`."""
         return sum(block.nbytes for block in self._waiting if block.pages() is not None)
+
+    def _untouched_bytes(self) -> int:
+        """Those of them for which there is no memory yet: some loaders write without `wait`."""
+        return sum(
+            block.nbytes - resident_bytes(block.address, block.nbytes)
+            for block in self._waiting
+            if block.pages() is not None
+        )
 
     def _block(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)

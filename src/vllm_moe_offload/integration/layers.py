@@ -29,6 +29,8 @@ from vllm_moe_offload.lanes import OffloadedLayer
 
 logger = init_logger(f"vllm.{__name__}")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+# What a checkpoint of separate experts fills in each layer: the last where experts are gated.
+_WEIGHTS = (("w2_weight", "w2"), ("w13_weight", "w1"), ("w13_weight", "w3"))
 # Quantisation methods that are offloaded on a GPU; vLLM's CPU build keeps to unquantised experts.
 UNQUANTISED = ("UnquantizedFusedMoEMethod",)
 FP8 = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
@@ -195,10 +197,14 @@ class OffloadedRoutedExperts(RoutedExperts):
     def _say_what_is_missing(self) -> None:
         """Whether every expert of a checkpoint is there nobody else asks.
 
-        Of what came for any layer: which parameters a checkpoint fills depends on its format.
+        Of what came for any layer: which parameters a checkpoint fills depends on its format. And
+        of the weights, where any came so.
         """
         own = set(self._names.values())
-        for name, shard_id in sorted(self._runtime.arrived):
+        expected = set(self._runtime.arrived)
+        if any(part in expected for part in _WEIGHTS):
+            expected.update(_WEIGHTS if self.moe_config.is_act_and_mul else _WEIGHTS[:2])
+        for name, shard_id in sorted(expected):
             here = self._arrived.get((name, shard_id), set())
             missing = sorted(set(range(self.moe_config.num_experts)) - here)
             if missing and name in own:

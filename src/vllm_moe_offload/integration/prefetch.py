@@ -128,6 +128,19 @@ class GroupOffloader(BaseOffloader):
                 "them, so their parameters cannot be prefetched: leave group_size out"
             )
 
+    def check_active(self) -> None:
+        """After a step: UnsupportedError where vLLM called another offloader meanwhile.
+
+        There is one for all engines of a process, and what that one waited for was not this one's.
+        """
+        if get_offloader() is not self:
+            raise UnsupportedError(
+                "moe_offload: another engine was made or ran in this process during a step, by "
+                "another thread, and vLLM has one offloader for all of them, so that parameters "
+                "which are prefetched may not have come: let one thread make and run the engines, "
+                "or leave group_size out"
+            )
+
     def close(self) -> None:
         """Another engine of this process may load a model."""
         if get_offloader() is self:

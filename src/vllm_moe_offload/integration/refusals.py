@@ -142,6 +142,27 @@ def refuse_whole_weights(worker: Any, reason: str) -> None:
                 setattr(owner, name, functools.partial(_refuse, message))
 
 
+def after_reloading(worker: Any, done: Callable[[], None]) -> None:
+    """Call `done` whenever the worker has loaded weights again, and where it failed at that.
+
+    Not every way of it goes through the layers' own loaders.
+    """
+    for name in _RELOADING:
+        if hasattr(worker, name):
+            setattr(worker, name, _followed(getattr(worker, name), done))
+
+
+def _followed(method: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        finally:
+            done()
+
+    return both
+
+
 def _refuse(message: str, *args: Any, **kwargs: Any) -> None:
     raise UnsupportedError(message)
 

@@ -42,7 +42,7 @@ from vllm_moe_offload.integration.metrics import (
     reporter,
 )
 from vllm_moe_offload.integration.prefetch import GroupOffloader
-from vllm_moe_offload.integration.refusals import refuse_whole_weights
+from vllm_moe_offload.integration.refusals import after_reloading, refuse_whole_weights
 from vllm_moe_offload.integration.reserve import draft_model
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
 from vllm_moe_offload.integration.share import CpuShare, check_limits
@@ -301,7 +301,14 @@ class OffloadRuntime:
             refuse_whole_weights(worker, "while some of them are prefetched (group_size)")
         elif self._layers() and not current_platform.is_cpu():
             refuse_whole_weights(worker, "on a GPU where the experts are offloaded")
+        else:
+            after_reloading(worker, self._invalidate)
         self._check_active()
+
+    def _invalidate(self) -> None:
+        """The experts in host memory have changed."""
+        for layer in self._layers().values():
+            layer.invalidate()
 
     def _check_active(self) -> None:
         """Say what is offloaded; InactiveError when nothing is and should be.
@@ -433,13 +440,16 @@ class OffloadRuntime:
             self._share.wake()
 
     def check(self) -> None:
-        """When a step has been launched, by the thread that did: CpuLaneError where it has failed.
+        """When a step has been launched, by the thread that did: an error where it has failed.
 
-        The CPU lane, or the CPU's part of a streamed step.
+        CpuLaneError: the CPU lane, or the CPU's part of a streamed step. UnsupportedError: see
+        `GroupOffloader.check_active`.
         """
         self.check_lane()
         if self._streaming is not None:
             self._streaming.check()
+        if self.prefetch is not None:
+            self.prefetch.check_active()
 
     def check_lane(self) -> None:
         """Before a step's output is used, by any thread: CpuLaneError when the lane has failed."""
