@@ -355,6 +355,31 @@ def test_a_parameter_of_two_layers_stops_the_start(
         start(dense, {"group_size": 1})
 
 
+def offloader(
+    layer: type[torch.nn.Module], params: list[str]
+) -> tuple[GroupOffloader, list[torch.nn.Module]]:
+    """Of three such layers."""
+    made = GroupOffloader(
+        OffloadConfig.parse({"group_size": 1, "params": params}),
+        HostStore(lambda address, nbytes: None, lambda address: None),
+    )
+    return made, made.wrap_modules(layer() for _ in range(3))
+
+
+def test_a_format_that_leaves_none_of_what_was_named_stops_the_start() -> None:
+    class Packed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 4))
+
+    ours, made = offloader(Packed, ["weight"])
+    for layer in made:
+        layer.weight_packed = torch.nn.Parameter(layer.weight.detach())
+        del layer.weight
+    with pytest.raises(InactiveError, match=r"params=weight names none of these: leave params out"):
+        ours.post_init()
+
+
 def test_a_parameter_that_a_buffer_is_a_view_of_stays_where_it_is() -> None:
     """As Mamba2's mixer has its convolution: the buffer is read, and the parameter loaded."""
 
@@ -365,20 +390,13 @@ def test_a_parameter_that_a_buffer_is_a_view_of_stays_where_it_is() -> None:
             self.proj = torch.nn.Parameter(torch.randn(4, 4))
             self.register_buffer("conv_weights", self.conv.detach().view(4, 2), persistent=False)
 
-    def offloader(params: list[str]) -> tuple[GroupOffloader, list[torch.nn.Module]]:
-        made = GroupOffloader(
-            OffloadConfig.parse({"group_size": 1, "params": params}),
-            HostStore(lambda address, nbytes: None, lambda address: None),
-        )
-        return made, made.wrap_modules(Mixer() for _ in range(3))
-
-    ours, mixers = offloader([])
+    ours, mixers = offloader(Mixer, [])
     ours.post_init()
     assert ours.stats()["step_bytes"] == 3 * 4 * 4 * 4, "the projections alone"
     for mixer in mixers:
         mixer.conv.data.fill_(7.0)
         assert (mixer.conv_weights == 7).all()
-    ours, _ = offloader(["conv"])
+    ours, _ = offloader(Mixer, ["conv"])
     with pytest.raises(ConfigError, match=r"named by params=conv; what there is: proj"):
         ours.post_init()
 

@@ -215,3 +215,26 @@ def test_a_failed_cpu_is_told_before_an_output_is_used(engine: CpuExpertEngine) 
     with pytest.raises(CpuLaneError, match=r"layers\.1: .* failed: no sum"):
         settled.streaming.check()
     settled.streaming.check()
+
+
+@pytest.mark.parametrize(
+    ("rows", "takes", "most_captured", "called"),
+    [
+        (100, True, 64, ["begin 100"]),
+        (100, False, 64, ["end"]),
+        (100, True, 128, ["end"]),  # its graph has the first copies in it
+    ],
+)
+def test_copies_begin_with_a_streamed_step_and_end_before_another(
+    rows: int, takes: bool, most_captured: int, called: list[str]
+) -> None:
+    done: list[str] = []
+    streamer = SimpleNamespace(
+        takes=lambda _: takes,
+        begin=lambda rows: done.append(f"begin {rows}"),
+        end=lambda: done.append("end"),
+    )
+    expect = Streaming.expect
+    given = SimpleNamespace(_streamer=streamer, _most_captured=most_captured)
+    assert expect(given, rows) == (called != ["end"])  # type: ignore[arg-type]
+    assert done == called

@@ -165,6 +165,18 @@ def test_streamed_and_other_steps_in_any_order(
 
 
 @pytest.mark.parametrize("buffer_experts", [2, 8])
+def test_a_small_step_forgets_what_was_copied_for_its_layer(
+    engine: CpuExpertEngine, buffer_experts: int
+) -> None:
+    model = Model(engine, [(8, 3), (8, 3)], buffer_experts=buffer_experts)
+    for _ in range(4):
+        model.step(1, 2)
+        model.step(0, 40)  # and what layer 1 lacks in its slots begins to be copied
+        model.step(1, 2)  # after which it lacks others
+        model.step(1, 40)
+
+
+@pytest.mark.parametrize("buffer_experts", [2, 8])
 def test_a_streamed_step_leaves_the_slots_and_the_policy_as_they_were(
     engine: CpuExpertEngine, buffer_experts: int
 ) -> None:

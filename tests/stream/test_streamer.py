@@ -279,6 +279,19 @@ def test_a_step_that_nobody_went_on_with_is_waited_for_and_forgotten() -> None:
         tail.finish()
 
 
+@pytest.mark.parametrize(("expert_bytes", "count"), [(8, 3), (16, 4)])
+def test_larger_experts_are_split_by_what_they_take(expert_bytes: int, count: int) -> None:
+    """Copied and computed at the same rate. Four were begun as long ago as four small ones take.
+
+    So of the small ones six are to be split in two; of the large ones two are still on their way.
+    """
+    tail = CpuTail(TailRates(copy=1.0, cpu=1.0, cpu_row=0.0), expert_bytes=8)
+    ids = torch.arange(6, dtype=torch.int32)[:, None]
+    step = tail.read(torch.zeros(6, 4), torch.ones(6, 1), ids)
+    _, on_cpu = tail.choose(step, np.arange(6), 6, expert_bytes, ahead=4, seconds=4.0)
+    assert len(on_cpu) == count
+
+
 @pytest.mark.parametrize("corrects", [False, True])
 def test_a_cpu_that_is_slower_than_measured_is_given_less(corrects: bool) -> None:
     """Ten times: half of the experts are its own until that has shown."""

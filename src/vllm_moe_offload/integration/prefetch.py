@@ -287,6 +287,12 @@ class GroupOffloader(BaseOffloader):
     def _keep(self, layer: _Layer) -> list[torch.Tensor]:
         """This layer's tensors in memory of the store: uint8, one each, all of one block."""
         parameters = self._parameters(layer)
+        if not parameters:
+            raise InactiveError(
+                f"moe_offload: the format of this model has other parameters once it is loaded, and "
+                f"params={','.join(self._params)} names none of these: leave params out, or name "
+                "whole modules (self_attn, mlp)"
+            )
         kinds = [TensorKind.of(name, p.data) for name, p in parameters.items()]
         block = self._store.allocate_bytes(sum(aligned(kind.nbytes) for kind in kinds))
         self._store.prepare()
