@@ -289,7 +289,7 @@ class GroupOffloader(BaseOffloader):
         parameters = self._parameters(layer)
         if not parameters:
             raise InactiveError(
-                f"moe_offload: the format of this model has other parameters once it is loaded, and "
+                "moe_offload: the format of this model has other parameters once it is loaded, and "
                 f"params={','.join(self._params)} names none of these: leave params out, or name "
                 "whole modules (self_attn, mlp)"
             )
