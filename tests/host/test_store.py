@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import io
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 from unittest import mock
 
@@ -531,6 +533,20 @@ def test_what_has_been_touched_is_resident() -> None:
     tensor.fill_(1)
     assert resident_bytes(address, nbytes + 5) == nbytes + 5
     assert resident_bytes(1, 5) == 0, "no page begins there: nobody can tell"
+
+
+def test_a_system_that_calls_every_page_resident_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def all_of_them(address: Any, nbytes: Any, states: Any) -> int:
+        ctypes.memset(states, 1, -(-nbytes.value // mmap.PAGESIZE))
+        return 0
+
+    monkeypatch.setattr(pages, "_libc", SimpleNamespace(mincore=all_of_them))
+    pages._knows_what_is_resident.cache_clear()
+    block = map_pages(1 << 20)
+    assert resident_bytes(torch.frombuffer(block, dtype=torch.uint8).data_ptr(), 1 << 20) == 0
+    pages._knows_what_is_resident.cache_clear()
 
 
 def test_weights_that_are_there_need_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:

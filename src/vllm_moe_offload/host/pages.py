@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -58,6 +59,18 @@ def map_pages(nbytes: int) -> Pages:
 
 def resident_bytes(address: int, nbytes: int) -> int:
     """How much of a block, which begins with a page, has been touched; 0 where nobody can tell."""
+    return _said_resident(address, nbytes) if _knows_what_is_resident() else 0
+
+
+@functools.cache
+def _knows_what_is_resident() -> bool:
+    """Some sandboxes say it of every page."""
+    untouched = map_pages(mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(untouched))
+    return _said_resident(address, mmap.PAGESIZE) == 0
+
+
+def _said_resident(address: int, nbytes: int) -> int:
     states = np.empty(-(-nbytes // mmap.PAGESIZE), np.uint8)
     where = ctypes.c_void_p(states.ctypes.data)
     if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), where):
