@@ -232,9 +232,11 @@ class Child:
                     began = time.perf_counter()
                     load(worker, *args, **kwargs)
                     seconds = time.perf_counter() - began
+                if not repeat:  # what is forgotten may go only when something takes its place
+                    gpu_before = seen.gpu_before
                 if self.order["stock_offload"] and not offloaded_bytes():
                     raise RuntimeError("vLLM took the settings and offloaded nothing")
-                grew = seen.gpu_now() - seen.gpu_before
+                grew = seen.gpu_now() - gpu_before
                 dense = dense_bytes(worker.worker.get_model())
                 self._single("load_s", "s", seconds)
                 self._single("peak_gpu_gib", "GiB", (seen.gpu_most - seen.gpu_before) / _GIB)
