@@ -215,16 +215,22 @@ def test_an_unknown_variable_is_an_error() -> None:
     meant = r"SLOT_PER_LAYER is no setting \(did you mean VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER\?\)"
     with pytest.raises(ConfigError, match=meant):
         OffloadConfig.resolve({}, {"VLLM_MOE_OFFLOAD_SLOT_PER_LAYER": "8"})
-    meant = r"VLLM_MOE_OFLOAD_MODE is no setting \(did you mean VLLM_MOE_OFFLOAD_MODE\?\)"
-    with pytest.raises(ConfigError, match=meant):
-        OffloadConfig.resolve({}, {"VLLM_MOE_OFLOAD_MODE": "cache"})
+    for name, meant in (
+        ("VLLM_MOE_OFLOAD_MODE", "MODE"),
+        ("VLM_MOE_OFFLOAD_CPU_THREADS", "CPU_THREADS"),
+        ("VLLM_MOE_OFFLAOD_ISA", "ISA"),
+    ):
+        message = rf"{name} is no setting \(did you mean VLLM_MOE_OFFLOAD_{meant}\?\); those"
+        with pytest.raises(ConfigError, match=message):
+            OffloadConfig.resolve({}, {name: "4"})
 
 
 def test_vllms_own_variables_are_left_alone() -> None:
     names = (
         "VLLM_MOE_DP_CHUNK_SIZE",
-        "VLLM_USE_FUSED_MOE_GROUPED_TOPK",
         "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_MLA_OFFLOAD_NUM_IN_GROUP",
+        "VLLM_OFFLOAD_SLOTS_PER_LAYER",
     )
     assert OffloadConfig.resolve({}, dict.fromkeys(names, "1")) is None
 
@@ -236,7 +242,10 @@ def test_vllms_own_variables_are_left_alone() -> None:
 def test_a_wrong_variable_is_named(name: str, value: str, cause: str) -> None:
     variable = f"VLLM_MOE_OFFLOAD_{name}"
     with pytest.raises(ConfigError, match=rf"give {cause}.*in the environment: {variable}\)"):
-        OffloadConfig.resolve({"moe_offload": {"cpu_threads": 1}}, {variable: value})
+        OffloadConfig.resolve(
+            {"moe_offload": {"cpu_threads": 1}},
+            {variable: value, "VLLM_MOE_OFFLOAD_UPDATE_EXPERT_NUM": "2"},
+        )
 
 
 def test_the_same_value_in_another_type_is_no_disagreement() -> None:

@@ -297,11 +297,7 @@ class OffloadConfig(BaseModel):
         if given is None and not from_environment:
             return None
         explicit = cls.parse(given or {}, context=_ONE_OF_TWO_SOURCES)
-        try:
-            variables = cls.parse(from_environment, context=_ONE_OF_TWO_SOURCES)
-        except ConfigError as error:
-            names = ", ".join(ENVIRONMENT_PREFIX + name.upper() for name in from_environment)
-            raise ConfigError(f"{error} (set in the environment: {names})") from None
+        variables = cls._parse_variables(from_environment)
         for name in set(explicit.model_fields_set) & set(variables.model_fields_set):
             if getattr(explicit, name) != getattr(variables, name):
                 raise ConfigError(
@@ -310,6 +306,23 @@ class OffloadConfig(BaseModel):
                     "set it in one place"
                 )
         return cls.parse({**explicit.settings(), **variables.settings()})
+
+    @classmethod
+    def _parse_variables(cls, settings: Mapping[str, str]) -> OffloadConfig:
+        """As `parse`, whose error names the variables that are wrong."""
+
+        def is_wrong(name: str) -> bool:
+            try:
+                cls.parse({name: settings[name]}, context=_ONE_OF_TWO_SOURCES)
+            except ConfigError:
+                return True
+            return False
+
+        try:
+            return cls.parse(settings, context=_ONE_OF_TWO_SOURCES)
+        except ConfigError as error:
+            wrong = [ENVIRONMENT_PREFIX + name.upper() for name in filter(is_wrong, settings)]
+            raise ConfigError(f"{error} (set in the environment: {', '.join(wrong)})") from None
 
     @classmethod
     def streaming(cls, config: OffloadConfig | None, asked_by: str) -> OffloadConfig:
@@ -401,20 +414,25 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
             continue
         if name not in known:
             prefix = len(ENVIRONMENT_PREFIX) if _has_prefix(name) else 0
+            near = meant(name, [*known, *ENGINE_VARIABLES], prefix)
             raise ConfigError(
-                f"the environment variable {name} is no setting{meant(name, known, prefix)}; "
-                f"those are: {', '.join(known)}"
+                f"the environment variable {name} is no setting{near}; those are: "
+                f"{', '.join(known)}"
             )
         found[name.removeprefix(ENVIRONMENT_PREFIX).lower()] = text
     return found
 
 
 def _is_like_a_variable(name: str, known: list[str]) -> bool:
-    """Whether it has the prefix, or is one of these but for a letter or two."""
-    return _has_prefix(name) or bool(
-        name.upper().startswith("VLLM")
-        and difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.93)
-    )
+    """Whether it has the prefix, or that but for a letter and then what is like a setting."""
+    if _has_prefix(name):
+        return True
+    length = len(ENVIRONMENT_PREFIX)
+    start, rest = name[:length].upper(), name[length:].upper()
+    if difflib.SequenceMatcher(None, start, ENVIRONMENT_PREFIX).ratio() < 0.9:
+        return False
+    ends = [each[length:] for each in (*known, *ENGINE_VARIABLES)]
+    return bool(difflib.get_close_matches(rest, ends, n=1, cutoff=0.75))
 
 
 def _has_prefix(name: str) -> bool:

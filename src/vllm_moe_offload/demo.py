@@ -88,13 +88,11 @@ def run(
     asked = {"mode": mode, "slots_per_layer": slots, "policy": policy}
     settings = {name: value for name, value in asked.items() if value is not None}
     try:
+        OffloadConfig.parse(settings)
         OffloadConfig.resolve({ADDITIONAL_CONFIG_KEY: settings}, os.environ)
     except ConfigError as error:
         raise DemoError(
-            f"{error} (additional_config is the demo's own: --mode, --slots and --policy, or what "
-            "these are by default)"
-            if any(name in os.environ for name in variable_names())
-            else str(error)
+            str(error).replace("in additional_config", "by the demo (--mode, --slots, --policy)")
         ) from None
 
     plural = "" if slots == 1 else "s"

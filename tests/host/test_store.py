@@ -558,6 +558,7 @@ def test_weights_that_are_there_need_no_more_memory(monkeypatch: pytest.MonkeyPa
         store.require()
     for tensor in tensors.values():
         tensor.fill_(1)
+    assert store.pending_bytes == 0
     store.prepare()
     store.wait(tensors.values())
     assert all((tensor == 1).all() for tensor in tensors.values())

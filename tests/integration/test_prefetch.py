@@ -376,7 +376,9 @@ def test_a_format_that_leaves_none_of_what_was_named_stops_the_start() -> None:
     for layer in made:
         layer.weight_packed = torch.nn.Parameter(layer.weight.detach())
         del layer.weight
-    with pytest.raises(InactiveError, match=r"params=weight names none of these: leave params out"):
+    with pytest.raises(
+        InactiveError, match=r"none of these is prefetched \(params=weight\): name whole"
+    ):
         ours.post_init()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,3 +235,33 @@ def test_loading_again_and_saving_are_refused_before_anything_is_changed() -> No
     assert not called
     assert made.other() == "other"
     assert not hasattr(made, "update_weights")
+
+
+def test_what_follows_a_reload_is_called_once_and_not_kept() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def done(self) -> None:
+            self.count += 1
+
+    def reload(fails: bool = False) -> str:
+        if fails:
+            raise ValueError("half of it")
+        return "reloaded"
+
+    reloading = SimpleNamespace(reload_weights=reload)
+    first, second = Model(), Model()
+    refusals.after_reloading(reloading, first.done)
+    assert reloading.reload_weights() == "reloaded"
+    with pytest.raises(ValueError, match="half of it"):
+        reloading.reload_weights(fails=True)
+    assert first.count == 2
+    refusals.after_reloading(reloading, second.done)  # the same worker has loaded another model
+    assert reloading.reload_weights() == "reloaded"
+    assert (first.count, second.count) == (2, 1)
+    gone = weakref.ref(second)
+    del second
+    gc.collect()
+    assert gone() is None
+    assert reloading.reload_weights() == "reloaded"

@@ -58,7 +58,10 @@ def map_pages(nbytes: int) -> Pages:
 
 
 def resident_bytes(address: int, nbytes: int) -> int:
-    """How much of a block, which begins with a page, has been touched; 0 where nobody can tell."""
+    """How much of a block, which begins with a page, has been touched; 0 where nobody can tell.
+
+    What has been read only counts, though it takes no memory.
+    """
     return _said_resident(address, nbytes) if _knows_what_is_resident() else 0
 
 

@@ -140,7 +140,7 @@ class HostStore:
 
         It names both. `also_needed`: what to say there of other memory.
         """
-        if self._untouched_bytes() > available_memory():
+        if self.pending_bytes > available_memory():
             raise MemoryShortError(
                 f"{self.needs()}: {_ADVICE}" + (f" ({also_needed})" if also_needed else "")
             )
@@ -249,11 +249,10 @@ class HostStore:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes allocated since the last `prepare`."""
-        return sum(block.nbytes for block in self._waiting if block.pages() is not None)
+        """Bytes allocated since the last `prepare` for which there is no memory yet.
 
-    def _untouched_bytes(self) -> int:
-        """Those of them for which there is no memory yet: some loaders write without `wait`."""
+        There is for what a loader has written without `wait`.
+        """
         return sum(
             block.nbytes - resident_bytes(block.address, block.nbytes)
             for block in self._waiting

@@ -290,8 +290,8 @@ class GroupOffloader(BaseOffloader):
         if not parameters:
             raise InactiveError(
                 "moe_offload: the format of this model has other parameters once it is loaded, and "
-                f"params={','.join(self._params)} names none of these: leave params out, or name "
-                "whole modules (self_attn, mlp)"
+                f"none of these is prefetched (params={','.join(self._params) or 'all'}): name "
+                "whole modules (self_attn, mlp), or leave params out"
             )
         kinds = [TensorKind.of(name, p.data) for name, p in parameters.items()]
         block = self._store.allocate_bytes(sum(aligned(kind.nbytes) for kind in kinds))

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod
 
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -145,21 +146,29 @@ def refuse_whole_weights(worker: Any, reason: str) -> None:
 def after_reloading(worker: Any, done: Callable[[], None]) -> None:
     """Call `done` whenever the worker has loaded weights again, and where it failed at that.
 
-    Not every way of it goes through the layers' own loaders.
+    Not every way of it goes through the layers' own loaders. done: a method, whose object this does
+    not keep.
     """
     for name in _RELOADING:
         if hasattr(worker, name):
-            setattr(worker, name, _followed(getattr(worker, name), done))
+            method = getattr(worker, name)
+            original = getattr(method, "followed", method)  # by a model that was loaded before
+            setattr(worker, name, _followed(original, WeakMethod(done)))
 
 
-def _followed(method: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
+def _followed(
+    method: Callable[..., Any], done: WeakMethod[Callable[[], None]]
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def both(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         finally:
-            done()
+            call = done()
+            if call is not None:
+                call()
 
+    both.followed = method  # type: ignore[attr-defined]
     return both
 
 
