@@ -286,11 +286,15 @@ class OffloadConfig(BaseModel):
 
     @classmethod
     def resolve(
-        cls, additional_config: Any, environment: Mapping[str, str]
+        cls,
+        additional_config: Any,
+        environment: Mapping[str, str],
+        given_where: str = "in additional_config",
     ) -> OffloadConfig | None:
         """The configuration asked for by either source, or None when neither asks for offload.
 
-        Raises ConfigError when a setting is wrong or the two sources disagree on one.
+        Raises ConfigError when a setting is wrong or the two sources disagree on one. given_where:
+        the first of them, in the words of that error.
         """
         given = _section(additional_config)
         from_environment = _variables(environment)
@@ -301,7 +305,7 @@ class OffloadConfig(BaseModel):
         for name in set(explicit.model_fields_set) & set(variables.model_fields_set):
             if getattr(explicit, name) != getattr(variables, name):
                 raise ConfigError(
-                    f"{name} is {getattr(explicit, name)!r} in additional_config and "
+                    f"{name} is {getattr(explicit, name)!r} {given_where} and "
                     f"{getattr(variables, name)!r} in {ENVIRONMENT_PREFIX}{name.upper()}: "
                     "set it in one place"
                 )
@@ -310,19 +314,12 @@ class OffloadConfig(BaseModel):
     @classmethod
     def _parse_variables(cls, settings: Mapping[str, str]) -> OffloadConfig:
         """As `parse`, whose error names the variables that are wrong."""
-
-        def is_wrong(name: str) -> bool:
-            try:
-                cls.parse({name: settings[name]}, context=_ONE_OF_TWO_SOURCES)
-            except ConfigError:
-                return True
-            return False
-
         try:
-            return cls.parse(settings, context=_ONE_OF_TWO_SOURCES)
-        except ConfigError as error:
-            wrong = [ENVIRONMENT_PREFIX + name.upper() for name in filter(is_wrong, settings)]
-            raise ConfigError(f"{error} (set in the environment: {', '.join(wrong)})") from None
+            return cls.model_validate(settings, context=_ONE_OF_TWO_SOURCES)
+        except ValidationError as error:
+            wrong = dict.fromkeys(str(item["loc"][0]).upper() for item in error.errors())
+            names = ", ".join(ENVIRONMENT_PREFIX + name for name in wrong)
+            raise ConfigError(f"{_explain(error)} (set in the environment: {names})") from None
 
     @classmethod
     def streaming(cls, config: OffloadConfig | None, asked_by: str) -> OffloadConfig:
@@ -408,13 +405,14 @@ def _section(additional_config: Any) -> dict[str, Any] | None:
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The settings in the environment; ConfigError for a variable that looks like one."""
     known = variable_names()
+    every = [*known, *ENGINE_VARIABLES]
     found = {}
     for name, text in environment.items():
-        if name in ENGINE_VARIABLES or not _is_like_a_variable(name, known):
+        if name in ENGINE_VARIABLES or not _is_like_a_variable(name, every):
             continue
         if name not in known:
             prefix = len(ENVIRONMENT_PREFIX) if _has_prefix(name) else 0
-            near = meant(name, [*known, *ENGINE_VARIABLES], prefix)
+            near = meant(name, every, prefix)
             raise ConfigError(
                 f"the environment variable {name} is no setting{near}; those are: "
                 f"{', '.join(known)}"
@@ -431,7 +429,7 @@ def _is_like_a_variable(name: str, known: list[str]) -> bool:
     start, rest = name[:length].upper(), name[length:].upper()
     if difflib.SequenceMatcher(None, start, ENVIRONMENT_PREFIX).ratio() < 0.9:
         return False
-    ends = [each[length:] for each in (*known, *ENGINE_VARIABLES)]
+    ends = [each[length:] for each in known]
     return bool(difflib.get_close_matches(rest, ends, n=1, cutoff=0.75))
 
 

@@ -88,12 +88,11 @@ def run(
     asked = {"mode": mode, "slots_per_layer": slots, "policy": policy}
     settings = {name: value for name, value in asked.items() if value is not None}
     try:
-        OffloadConfig.parse(settings)
-        OffloadConfig.resolve({ADDITIONAL_CONFIG_KEY: settings}, os.environ)
+        OffloadConfig.resolve(
+            {ADDITIONAL_CONFIG_KEY: settings}, os.environ, "by the demo (--mode, --slots, --policy)"
+        )
     except ConfigError as error:
-        raise DemoError(
-            str(error).replace("in additional_config", "by the demo (--mode, --slots, --policy)")
-        ) from None
+        raise DemoError(str(error)) from None
 
     plural = "" if slots == 1 else "s"
     where = f"{slots} slot{plural} a layer" if slots else f"mode {mode}"

@@ -67,7 +67,7 @@ def running(
         mode="cache", slots_per_layer=SLOTS, stream_threshold=64, stream_experts=BUFFERS[size]
     )
     with engine(quantised, dtype="bfloat16", enforce_eager=True, **settings, **SIZES) as llm:
-        shutil.rmtree(folder)  # all of them are 48 GiB
+        shutil.rmtree(folder)  # all of them are some 50 GiB
         yield kind, llm
 
 
