@@ -42,6 +42,33 @@ def test_both_sources_add_up_and_may_repeat_each_other() -> None:
     assert (config.slots_per_layer, config.policy) == (8, "lfu")
 
 
+@pytest.mark.parametrize(
+    ("given", "variables", "where"),
+    [
+        (
+            {"slots_per_layer": 8},
+            {"GPU_MEMORY_GIB": "1"},
+            r"slots_per_layer is set by me, gpu_memory_gib is set in VLLM_MOE_OFFLOAD_GPU_MEMORY_",
+        ),
+        (
+            {},
+            {"GPU_MEMORY_GIB": "1", "SLOTS_PER_LAYER": "8"},
+            r"slots_per_layer is set in VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER, gpu_memory_gib is set in",
+        ),
+        (
+            {"mode": "cpu"},
+            {"SLOTS_PER_LAYER": "8", "CPU_THREADS": "1"},
+            r"\(mode is set by me, slots_per_layer is set in VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER\)$",
+        ),
+        ({"slots_per_layer": 8, "gpu_memory_gib": 1}, {}, r"give one of them$"),
+    ],
+)
+def test_a_clash_says_where_each_was_set(given: dict, variables: dict, where: str) -> None:
+    environment = {f"VLLM_MOE_OFFLOAD_{name}": text for name, text in variables.items()}
+    with pytest.raises(ConfigError, match=where):
+        OffloadConfig.resolve({"moe_offload": given}, environment, "by me")
+
+
 def test_settings_survive_the_way_to_the_workers() -> None:
     config = OffloadConfig.parse({"gpu_memory_gib": 1.5, "cpu_threads": 3})
     assert OffloadConfig.parse(config.settings()) == config
@@ -231,6 +258,7 @@ def test_vllms_own_variables_are_left_alone() -> None:
         "VLLM_CPU_OMP_THREADS_BIND",
         "VLLM_MLA_OFFLOAD_NUM_IN_GROUP",
         "VLLM_OFFLOAD_SLOTS_PER_LAYER",
+        "VLLM_MOE_OFLOAD_NOTHING_LIKE_IT",  # another's, for all that is known
     )
     assert OffloadConfig.resolve({}, dict.fromkeys(names, "1")) is None
 
@@ -246,6 +274,13 @@ def test_a_wrong_variable_is_named(name: str, value: str, cause: str) -> None:
             {"moe_offload": {"cpu_threads": 1}},
             {variable: value, "VLLM_MOE_OFFLOAD_UPDATE_EXPERT_NUM": "2"},
         )
+
+
+def test_all_wrong_variables_are_named() -> None:
+    variables = {"VLLM_MOE_OFFLOAD_POLICY": "lra", "VLLM_MOE_OFFLOAD_CPU_THREADS": "0"}
+    named = r"in the environment: VLLM_MOE_OFFLOAD_(POLICY|CPU_THREADS), VLLM_MOE_OFFLOAD_\w+\)"
+    with pytest.raises(ConfigError, match=named):
+        OffloadConfig.resolve({}, variables)
 
 
 def test_the_same_value_in_another_type_is_no_disagreement() -> None:

@@ -293,8 +293,8 @@ class OffloadConfig(BaseModel):
     ) -> OffloadConfig | None:
         """The configuration asked for by either source, or None when neither asks for offload.
 
-        Raises ConfigError when a setting is wrong or the two sources disagree on one. given_where:
-        the first of them, in the words of that error.
+        Raises ConfigError when a setting is wrong, or two clash, of which either source may have
+        one. given_where: the first source, in the words of that error.
         """
         given = _section(additional_config)
         from_environment = _variables(environment)
@@ -309,7 +309,16 @@ class OffloadConfig(BaseModel):
                     f"{getattr(variables, name)!r} in {ENVIRONMENT_PREFIX}{name.upper()}: "
                     "set it in one place"
                 )
-        return cls.parse({**explicit.settings(), **variables.settings()})
+        try:
+            return cls.parse({**explicit.settings(), **variables.settings()})
+        except ConfigError as error:
+            sources = dict.fromkeys(explicit.model_fields_set, given_where)
+            for name in variables.model_fields_set:
+                sources[name] = f"in {ENVIRONMENT_PREFIX}{name.upper()}"
+            named = [n for n in cls.model_fields if re.search(rf"\b{n}\b", str(error))]
+            said = [f"{name} is set {sources[name]}" for name in named if name in sources]
+            where = f" ({', '.join(said)})" if variables.model_fields_set else ""
+            raise ConfigError(f"{error}{where}") from None
 
     @classmethod
     def _parse_variables(cls, settings: Mapping[str, str]) -> OffloadConfig:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
@@ -338,6 +339,25 @@ def test_each_node_touches_its_own_part_of_a_block(
         assert where == sets[(address - begin) // share]
         assert address % mmap.PAGESIZE == 0, "no page is of two nodes"
     assert at == begin + nbytes
+
+
+@pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (3, 1), (4, 1), (8, 2), (35, 8)])
+def test_a_thread_for_four_processors_touches(
+    cpus: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    class Counted(ThreadPoolExecutor):
+        def __init__(self, most: int, **_: object) -> None:  # not bound to CPUs that are not here
+            made.append(most)
+            super().__init__(most)
+
+    monkeypatch.setattr(pages, "node_cpus", lambda: [set(range(cpus))])
+    monkeypatch.setattr(pages, "ThreadPoolExecutor", Counted)
+    memory = map_pages(PIECE)
+    begin = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    assert sum(touch([(begin, PIECE)])) == PIECE
+    assert made == [threads]
 
 
 def test_pages_are_private_huge_and_not_copied_by_a_fork() -> None:

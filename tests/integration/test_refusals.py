@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm_moe_offload import ConfigError, UnsupportedError
 from vllm_moe_offload.config import OffloadConfig
-from vllm_moe_offload.integration import refusals, worker
+from vllm_moe_offload.integration import refusals, runtime, worker
 from vllm_moe_offload.integration.compat import check_version, loses_errors_of_outputs
 from vllm_moe_offload.integration.frontend import configure
 
@@ -235,6 +236,44 @@ def test_loading_again_and_saving_are_refused_before_anything_is_changed() -> No
     assert not called
     assert made.other() == "other"
     assert not hasattr(made, "update_weights")
+
+
+@pytest.mark.parametrize(
+    ("layers", "modules", "is_cpu", "refused"),
+    [
+        ({"a": 1}, {"a": 1}, False, {"reload_weights", "save_sharded_state"}),
+        ({}, {"a": 1}, False, {"reload_weights"}),  # every expert fits: parameters are whole
+        ({}, {}, False, set()),
+        ({"a": 1}, {"a": 1}, True, set()),
+    ],
+)
+def test_what_is_refused_once_the_model_is_loaded(
+    layers: dict, modules: dict, is_cpu: bool, refused: set, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(
+        reload_weights=lambda: None,
+        save_sharded_state=lambda: None,
+        get_model=lambda: SimpleNamespace(),
+    )
+
+    class Loaded:
+        prefetch = None
+        _modules = modules
+        finish_loading = runtime.OffloadRuntime.finish_loading
+
+        def _layers(self) -> dict:
+            return layers
+
+        def _check_active(self) -> None: ...
+
+        def _invalidate(self) -> None: ...
+
+    monkeypatch.setattr(type(runtime.current_platform), "is_cpu", lambda self: is_cpu)
+    loaded = Loaded()
+    loaded.finish_loading(made)
+    for name in ("reload_weights", "save_sharded_state"):
+        with pytest.raises(UnsupportedError) if name in refused else nullcontext():
+            getattr(made, name)()
 
 
 def test_what_follows_a_reload_is_called_once_and_not_kept() -> None:

@@ -343,6 +343,39 @@ def test_experts_in_one_tensor_have_arrived_all() -> None:
     assert layer._arrived == {("w2_weight", "w2"): {3}}
     note(layer, parameter, torch.zeros(16, 4, 8), "w2", 0)
     assert layer._arrived == {("w2_weight", "w2"): set(range(16))}
+    layer._arrived.clear()
+    note(layer, parameter, torch.zeros(16, 8), "w2", 3)  # 16 rows of one expert
+    note(layer, parameter, torch.zeros(8, 4, 8), "w2", 4)  # not as many experts
+    assert layer._arrived == {("w2_weight", "w2"): {3, 4}}
+
+
+@pytest.mark.parametrize(
+    ("arrived", "is_gated", "lines"),
+    [
+        (set(), True, 0),  # made-up weights: nothing comes from a checkpoint
+        ({("w2_scale", "w2")}, True, 1),
+        ({("w13_weight", "w1")}, False, 2),
+        ({("w13_weight", "w1")}, True, 3),
+    ],
+)
+def test_what_is_expected_of_a_checkpoint(
+    arrived: set[tuple[str, str]],
+    is_gated: bool,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(layers.logger, "warning", lambda text, *args: said.append(text % args))
+    layer = SimpleNamespace(
+        _names=dict(enumerate(("w13_weight", "w2_weight", "w2_scale"))),
+        _arrived={},
+        _runtime=SimpleNamespace(arrived=arrived),
+        layer_name="a layer",
+        moe_config=SimpleNamespace(num_experts=2, is_act_and_mul=is_gated),
+    )
+    say: Any = layers.OffloadedRoutedExperts._say_what_is_missing
+    say(layer)
+    assert len(said) == lines
 
 
 def test_weights_are_written_into_memory_that_is_ready(
@@ -496,6 +529,34 @@ def test_experts_that_the_host_does_not_hold_are_named_first(
         match=r"^moe_offload: offloaded weights need 1.1 MiB of host memory .*: free memory",
     ):
         start(model, settings)
+
+
+def test_a_sharded_checkpoint_is_loaded_and_its_memory_checked_first(
+    model: Path, tmp_path: Path, stock_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loader writes into the tensors of a state dict."""
+    with engine(model, **moe_offload_args(slots_per_layer=4)) as ours:
+        ours.collective_rpc("save_sharded_state", args=(str(tmp_path),))
+    # The CPU build packs other layers and drops their parameters.
+    (saved,) = tmp_path.glob("*.safetensors")
+    tensors, written = load_file(saved), load_file(model / "model.safetensors")
+    for n in range(3):
+        layer = f"model.layers.{n}"
+        attention = [written[f"{layer}.self_attn.{c}_proj.weight"] for c in "qkv"]
+        tensors[f"{layer}.self_attn.qkv_proj.weight"] = torch.cat(attention)
+        tensors[f"{layer}.self_attn.o_proj.weight"] = written[f"{layer}.self_attn.o_proj.weight"]
+        tensors[f"{layer}.mlp.experts.gate.weight"] = written[f"{layer}.mlp.gate.weight"]
+    save_file(tensors, saved)
+    for path in model.glob("*.json"):
+        if "index" not in path.name:
+            shutil.copy(path, tmp_path)
+    settings = moe_offload_args(slots_per_layer=4)
+    with engine(tmp_path, load_format="sharded_state", **settings) as ours:
+        assert greedy(ours, PROMPTS) == stock_tokens
+    for module in (host_device, store_module):
+        monkeypatch.setattr(module, "available_memory", lambda: 1 << 10)
+    with pytest.raises(MemoryShortError, match="weights need 1.1 MiB of host memory"):
+        start(tmp_path, {"slots_per_layer": 4}, load_format="sharded_state")
 
 
 def test_a_layer_that_the_system_does_not_promise_stops_the_start(

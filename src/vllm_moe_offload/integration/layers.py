@@ -103,8 +103,7 @@ class OffloadedRoutedExperts(RoutedExperts):
                 f"moe_offload on {self.layer_name}: weights cannot be loaded again on a GPU, where "
                 "the slots have taken the place of the parameters: restart the engine"
             )
-        self._runtime.prepare()
-        self._runtime.store.wait(self.host.values())
+        self._make_ready()
         if self.offload is not None:
             self.offload.invalidate()
         self._note_arrival(param, loaded_weight, shard_id, expert_id)
@@ -113,6 +112,16 @@ class OffloadedRoutedExperts(RoutedExperts):
         )
 
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loaders of sharded checkpoints write into the tensors that a state dict gives them."""
+        if not self._is_bound:
+            self._make_ready()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _make_ready(self) -> None:
+        self._runtime.prepare()
+        self._runtime.store.wait(self.host.values())
 
     def _get_quant_method(self, *args: Any, **kwargs: Any) -> FusedMoEMethodBase:
         """The format's method; refused before it makes weights when its format is not supported."""

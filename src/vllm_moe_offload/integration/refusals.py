@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
@@ -129,18 +129,28 @@ def refuse_features(vllm_config: VllmConfig) -> None:
 def refuse_whole_weights(worker: Any, reason: str) -> None:
     """From now on raise UnsupportedError, and change nothing, where weights are loaded or saved.
 
-    By the worker, or by the model's own loader, which a trainer calls: parameters stand for slots
-    or buffers then, of which several share one. reason: why they do, in the words of the error.
+    Parameters stand for slots or buffers then, of which several share one. reason: why they do, in
+    the words of the error.
     """
-    for owner, names, what, instead in (
-        (worker, _RELOADING, "loaded again", "restart the engine"),
-        (worker.get_model(), ("load_weights",), "loaded again", "restart the engine"),
-        (worker, _SAVING, "saved or summed up", "do so without moe_offload"),
-    ):
-        for name in names:
-            if hasattr(owner, name):
-                message = f"moe_offload: {name}: weights cannot be {what} {reason}: {instead}"
-                setattr(owner, name, functools.partial(_refuse, message))
+    refuse_reloading(worker, reason)
+    _refuse_methods(worker, _SAVING, f"saved or summed up {reason}: do so without moe_offload")
+
+
+def refuse_reloading(worker: Any, reason: str) -> None:
+    """From now on raise UnsupportedError, and change nothing, where weights are loaded.
+
+    By the worker, or by the model's own loader, which a trainer calls.
+    """
+    what = f"loaded again {reason}: restart the engine"
+    _refuse_methods(worker, _RELOADING, what)
+    _refuse_methods(worker.get_model(), ("load_weights",), what)
+
+
+def _refuse_methods(owner: Any, names: Iterable[str], what: str) -> None:
+    for name in names:
+        if hasattr(owner, name):
+            message = f"moe_offload: {name}: weights cannot be {what}"
+            setattr(owner, name, functools.partial(_refuse, message))
 
 
 def after_reloading(worker: Any, done: Callable[[], None]) -> None:

@@ -42,7 +42,11 @@ from vllm_moe_offload.integration.metrics import (
     reporter,
 )
 from vllm_moe_offload.integration.prefetch import GroupOffloader
-from vllm_moe_offload.integration.refusals import after_reloading, refuse_whole_weights
+from vllm_moe_offload.integration.refusals import (
+    after_reloading,
+    refuse_reloading,
+    refuse_whole_weights,
+)
 from vllm_moe_offload.integration.reserve import draft_model
 from vllm_moe_offload.integration.selfcheck import check_layer, random_step
 from vllm_moe_offload.integration.share import CpuShare, check_limits
@@ -301,6 +305,8 @@ class OffloadRuntime:
             refuse_whole_weights(worker, "while some of them are prefetched (group_size)")
         elif self._layers() and not current_platform.is_cpu():
             refuse_whole_weights(worker, "on a GPU where the experts are offloaded")
+        elif self._modules and not current_platform.is_cpu():
+            refuse_reloading(worker, "on a GPU where moe_offload has loaded the experts")
         else:
             after_reloading(worker, self._invalidate)
         self._check_active()
