@@ -13,6 +13,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +230,7 @@ class Child:
             for repeat in range(self.order["repeats"]):
                 if repeat:
                     forget_model(worker)
-                with Sampler() as seen:
+                with Sampler() as seen, weights_timed(worker) as weights:
                     began = time.perf_counter()
                     load(worker, *args, **kwargs)
                     seconds = time.perf_counter() - began
@@ -239,6 +241,8 @@ class Child:
                 grew = seen.gpu_now() - gpu_before
                 dense = dense_bytes(worker.worker.get_model())
                 self._single("load_s", "s", seconds)
+                if self.order["task"] == "load":
+                    self._single("weights_s", "s", sum(weights))
                 self._single("peak_gpu_gib", "GiB", (seen.gpu_most - seen.gpu_before) / _GIB)
                 self._single("peak_host_gib", "GiB", (seen.host_before - seen.host_least) / _GIB)
                 self._single("expert_gpu_gib", "GiB", max(0, grew - dense) / _GIB)
@@ -251,6 +255,28 @@ class Child:
 def _route(llm: Any, routing: str, goes_on: bool = False) -> None:
     """Impose a simulated routing from the next step on: from its beginning, or where it is now."""
     llm.collective_rpc("moe_offload_routing", args=(routing, goes_on))
+
+
+@contextmanager
+def weights_timed(worker: Any) -> Iterator[list[float]]:
+    """Seconds of each call by which a loader of this worker fills a model's weights."""
+    from vllm.model_executor.model_loader import get_model_loader
+
+    kind = type(get_model_loader(worker.vllm_config.load_config))
+    original, seconds = kind.load_weights, []
+
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - began)
+
+    kind.load_weights = load_weights
+    try:
+        yield seconds
+    finally:
+        kind.load_weights = original
 
 
 def forget_model(worker: Any) -> None:

@@ -46,6 +46,7 @@ TITLES = {
     "itl_p99_ms": "Between two tokens of a served request, ms, 99th percentile",
     "itl_p99_chunks": "Between two tokens of a served request, chunk times, 99th percentile",
     "load_s": "Loading, s",
+    "weights_s": "Loading weights, in that, s",
     "step_us": "What a step decides, us a layer",
     "doorbell_us": "Asking the CPU for nothing that takes time, us a layer",
     "doorbell_idle_us": "Not asking the CPU, us a layer",

@@ -117,19 +117,24 @@ soaks() {
 
 tests() {
   local name runner
-  for name in pingpong captured; do
-    echo "$name $PYTEST tests/gpu/test_$name.py"
+  local runs="not late and not noticed and not attention"
+  echo "pingpong $PYTEST tests/gpu/test_pingpong.py -k 'not too_early and not by_hand'"
+  echo "captured-split $PYTEST tests/gpu/test_captured.py -k 'cpu or hybrid or auto'"
+  echo "captured $PYTEST tests/gpu/test_captured.py -k 'not (cpu or hybrid or auto)'"
+  for name in lanes device; do
+    echo "$name $PYTEST tests/$name"
   done
-  echo "stream $PYTEST tests/gpu/test_stream.py -k 'not further'"
   echo "prefetch-late $PYTEST tests/gpu/test_prefetch.py -k 'late or noticed'"
-  echo "device $PYTEST tests/device tests/lanes"
   echo "prefetch-attention $PYTEST tests/gpu/test_prefetch.py -k attention"
-  echo "prefetch-stock $PYTEST tests/gpu/test_prefetch.py -k 'not late and not noticed and not attention'"
+  echo "prefetch-runners $PYTEST tests/gpu/test_prefetch.py -k '$runs and not dense'"
+  echo "prefetch-dense $PYTEST tests/gpu/test_prefetch.py -k '$runs and dense'"
+  echo "pingpong-late $PYTEST tests/gpu/test_pingpong.py -k 'too_early or by_hand'"
   for name in qwen3_moe mixtral deepseek_v2 olmoe demo; do
     echo "architectures-$name $PYTEST tests/gpu/test_architectures.py -k $name"
   done
   for name in $KINDS; do
     echo "stream-$name $PYTEST tests/gpu/test_stream.py -k 'further and $name'"
+    echo "stream-layers-$name $PYTEST tests/gpu/test_stream.py -k 'not further and $name'"
   done
   for name in layer watchdog; do
     echo "$name $PYTEST tests/gpu/test_$name.py"

@@ -114,8 +114,11 @@ def test_serve(tmp_path: Path) -> None:
 
 
 def test_load(model: Path, tmp_path: Path) -> None:
-    rows, _ = bench("load", model, tmp_path, "--contestants", "cache,hybrid")
-    assert all(values(rows, contestant="cache", metric="load_s"))
+    rows, printed = bench("load", model, tmp_path, "--contestants", "cache,hybrid")
+    (whole,) = values(rows, contestant="cache", metric="load_s")
+    (weights,) = values(rows, contestant="cache", metric="weights_s")
+    assert 0 < weights < whole
+    assert "Loading weights, in that, s" in printed
     assert all(row["repeats"] == 5 for row in rows if row["contestant"] == "cache")
     assert len(values(rows, contestant="cache", metric="peak_host_gib")) == 1
     assert values(rows, contestant="hybrid", metric="load_s") == [None]
