@@ -33,7 +33,7 @@ def _show_version(asked: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show which.")
     ] = False,
 ) -> None:
     """Serve mixture-of-experts models bigger than GPU memory with stock vLLM."""
@@ -113,7 +113,13 @@ def bench_cpu(
     torch: Annotated[bool, typer.Option(help="Also time torch's bf16 linear.")] = True,
 ) -> None:
     """Time the CPU expert engine beside what this machine could do at most."""
-    from vllm_moe_offload.engine import bench
+    try:
+        from vllm_moe_offload.engine import bench
+    except ModuleNotFoundError as error:
+        _print_error(
+            ValueError(f"{error.name} is not installed, which weights are made with: install it")
+        )
+        raise typer.Exit(2) from None
 
     console = Console(stderr=True)
     measured: list[bench.Row] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -93,6 +94,11 @@ def run(
         )
     except ConfigError as error:
         raise DemoError(str(error)) from None
+    if importlib.util.find_spec("vllm") is None:
+        raise DemoError(
+            "vllm is not installed, which this package plugs into: install it (in a checkout of "
+            "the repository `make setup` does)"
+        )
 
     plural = "" if slots == 1 else "s"
     where = f"{slots} slot{plural} a layer" if slots else f"mode {mode}"

@@ -94,6 +94,18 @@ def test_vllm_is_not_needed() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize(("command", "lacking"), [(["bench", "cpu"], "torch"), (["demo"], "vllm")])
+def test_what_is_not_installed_is_named(command: list[str], lacking: str) -> None:
+    code = (
+        f"import sys; sys.modules[{lacking!r}] = None\n"
+        f"from vllm_moe_offload.cli import app; app({command!r})\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert f"error: {lacking} is not installed" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_the_version_is_the_packages() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0

@@ -45,7 +45,8 @@ class CpuExpertEngine:
         if threads is not None and not 1 <= threads <= cores:
             raise ValueError(
                 f"an engine of {threads} threads was asked for, and this process may use {cores} "
-                f"physical cores: ask for 1 to {cores}, or widen the process's CPU affinity"
+                f"physical core{'s' * (cores > 1)}: ask for {'1 to ' * (cores > 1)}{cores}, or "
+                "widen the process's CPU affinity"
             )
         name = isa if isa is not None else os.environ.get(ISA_VARIABLE, "")
         try:
