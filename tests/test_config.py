@@ -61,6 +61,11 @@ def test_both_sources_add_up_and_may_repeat_each_other() -> None:
             r"\(mode is set by me, slots_per_layer is set in VLLM_MOE_OFFLOAD_SLOTS_PER_LAYER\)$",
         ),
         ({"slots_per_layer": 8, "gpu_memory_gib": 1}, {}, r"give one of them$"),
+        (
+            {"slots_per_layer": 8, "gpu_memory_gib": 1},
+            {"GPU_MEMORY_GIB": "1"},
+            r"gpu_memory_gib is set by me and in VLLM_MOE_OFFLOAD_GPU_MEMORY_GIB\)$",
+        ),
     ],
 )
 def test_a_clash_says_where_each_was_set(given: dict, variables: dict, where: str) -> None:

@@ -312,11 +312,11 @@ class OffloadConfig(BaseModel):
         try:
             return cls.parse({**explicit.settings(), **variables.settings()})
         except ConfigError as error:
-            sources = dict.fromkeys(explicit.model_fields_set, given_where)
+            sources = {name: [given_where] for name in explicit.model_fields_set}
             for name in variables.model_fields_set:
-                sources[name] = f"in {ENVIRONMENT_PREFIX}{name.upper()}"
+                sources.setdefault(name, []).append(f"in {ENVIRONMENT_PREFIX}{name.upper()}")
             named = [n for n in cls.model_fields if re.search(rf"\b{n}\b", str(error))]
-            said = [f"{name} is set {sources[name]}" for name in named if name in sources]
+            said = [f"{n} is set {' and '.join(sources[n])}" for n in named if n in sources]
             where = f" ({', '.join(said)})" if variables.model_fields_set else ""
             raise ConfigError(f"{error}{where}") from None
 

@@ -241,8 +241,14 @@ def test_loading_again_and_saving_are_refused_before_anything_is_changed() -> No
 @pytest.mark.parametrize(
     ("layers", "modules", "is_cpu", "refused"),
     [
-        ({"a": 1}, {"a": 1}, False, {"reload_weights", "save_sharded_state"}),
-        ({}, {"a": 1}, False, {"reload_weights"}),  # every expert fits: parameters are whole
+        (
+            {"a": 1},
+            {"a": 1},
+            False,
+            {"reload_weights", "save_sharded_state", "load_weights"},
+        ),
+        # Every expert fits: parameters are whole.
+        ({}, {"a": 1}, False, {"reload_weights", "load_weights"}),
         ({}, {}, False, set()),
         ({"a": 1}, {"a": 1}, True, set()),
     ],
@@ -250,10 +256,9 @@ def test_loading_again_and_saving_are_refused_before_anything_is_changed() -> No
 def test_what_is_refused_once_the_model_is_loaded(
     layers: dict, modules: dict, is_cpu: bool, refused: set, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = SimpleNamespace(load_weights=lambda: None)
     made = SimpleNamespace(
-        reload_weights=lambda: None,
-        save_sharded_state=lambda: None,
-        get_model=lambda: SimpleNamespace(),
+        reload_weights=lambda: None, save_sharded_state=lambda: None, get_model=lambda: model
     )
 
     class Loaded:
@@ -271,9 +276,13 @@ def test_what_is_refused_once_the_model_is_loaded(
     monkeypatch.setattr(type(runtime.current_platform), "is_cpu", lambda self: is_cpu)
     loaded = Loaded()
     loaded.finish_loading(made)
-    for name in ("reload_weights", "save_sharded_state"):
+    for owner, name in (
+        (made, "reload_weights"),
+        (made, "save_sharded_state"),
+        (model, "load_weights"),
+    ):
         with pytest.raises(UnsupportedError) if name in refused else nullcontext():
-            getattr(made, name)()
+            getattr(owner, name)()
 
 
 def test_what_follows_a_reload_is_called_once_and_not_kept() -> None:
