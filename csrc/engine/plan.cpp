@@ -113,6 +113,7 @@ struct Chunk {
   // groups. A node's tasks come together, group after group.
   const std::vector<int64_t>& node_blocks;
   const std::vector<int64_t>& node_ends;
+  std::atomic<int64_t>* unfinished;  // tasks of `up`, of each group
   int64_t down_rows;
   std::byte* buffers;
   int64_t buffer_stride;
@@ -145,11 +146,17 @@ void up_task(const void* context, int64_t task, int thread) {
   const int64_t first_task = node == 0 ? 0 : chunk.node_ends[node - 1];
   const int64_t first_block = node == 0 ? 0 : chunk.node_blocks[node - 1];
   const int64_t blocks = chunk.node_blocks[node] - first_block;
-  const Group& group = chunk.work.groups[(task - first_task) / blocks];
+  const int64_t index = (task - first_task) / blocks;
+  const Group& group = chunk.work.groups[index];
   const int64_t block = first_block + (task - first_task) % blocks;
   const int64_t begin = chunk.work.inner_begin + block * chunk.up_rows;
   const int64_t end = std::min(begin + chunk.up_rows, chunk.work.inner_end);
   chunk.kernels.up(chunk.work, group, begin, end, chunk.buffer(thread));
+  if (chunk.kernels.finish == nullptr) return;
+  // Who does the last of them sees what the others have written.
+  if (chunk.unfinished[index].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    chunk.kernels.finish(chunk.work, group);
+  }
 }
 
 void down_task(const void* context, int64_t task, int thread) {
@@ -232,6 +239,10 @@ Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_token
   const std::lock_guard<std::recursive_mutex> lock(engine_->pool_->mutex());
   engine_->scratch_.reserve(static_cast<size_t>(bytes));
   engine_->pairs_.reserve(chunk_ * top_k, layer.experts);
+  const auto groups = static_cast<size_t>(layer.experts);
+  if (engine_->unfinished_.size() < groups) {
+    engine_->unfinished_ = std::vector<std::atomic<int64_t>>(groups);
+  }
 }
 
 void Plan::run(const Job& job, const Routing& routing) const {
@@ -289,6 +300,7 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
               .up_rows = 0,
               .node_blocks = engine_->node_blocks_,
               .node_ends = engine_->node_ends_,
+              .unfinished = engine_->unfinished_.data(),
               .down_rows = 0,
               .buffers = buffers,
               .buffer_stride = buffer_stride_};
@@ -310,6 +322,9 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
     threads += pool.node_threads()[node];
     engine_->node_blocks_[node] = blocks * threads / pool.threads();
     engine_->node_ends_[node] = engine_->node_blocks_[node] * pairs.group_count();
+  }
+  for (int64_t g = 0; g < pairs.group_count(); ++g) {
+    engine_->unfinished_[static_cast<size_t>(g)].store(blocks, std::memory_order_relaxed);
   }
   const Phase phases[] = {
       {chunk.prepare_tasks + pairs.block_count(), prepare_task},

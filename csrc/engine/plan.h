@@ -1,6 +1,7 @@
 // An engine (threads, kernels, scratch) and the plans made with it (one a layer's shard).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -68,6 +69,7 @@ class Engine {
   PhaseSeconds seconds_{};
   std::vector<int64_t> node_blocks_;  // of the call in progress: see Plan::run_chunk
   std::vector<int64_t> node_ends_;
+  std::vector<std::atomic<int64_t>> unfinished_;  // tasks of `up` that each group still waits for
   mutable std::once_flag runner_made_;
   mutable std::unique_ptr<Runner> runner_;  // ends before the pool does
 };

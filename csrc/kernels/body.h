@@ -7,6 +7,8 @@
 // keeps for callers which run on any CPU.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/fetch.h"
 
 namespace {
@@ -187,6 +189,18 @@ struct Product {
   }
 };
 
+// W's own product, or the one above.
+template <class W>
+constexpr auto product_type() {
+  if constexpr (requires { typename W::Product; }) {
+    return static_cast<typename W::Product*>(nullptr);
+  } else {
+    return static_cast<Product<W>*>(nullptr);
+  }
+}
+template <class W>
+using ProductOf = std::remove_pointer_t<decltype(product_type<W>())>;
+
 inline float load_scalar(const std::byte* values, moe::Dtype dtype, int64_t index) {
   switch (dtype) {
     case moe::Dtype::kBf16:
@@ -222,6 +236,7 @@ inline void convert_rows(const Element* source, int64_t count, int64_t width, st
     for (; k < width; ++k) V::store_scalar(to + k, V::to_float(from[k]));
     for (; k < x_stride; ++k) V::store_scalar(to + k, 0.0f);
     for (k = 0; k < x_stride; k += W::kStep) W::arrange(to + k);
+    if constexpr (requires { W::finish_row(to, width); }) W::finish_row(to, width);
   }
 }
 
@@ -391,7 +406,7 @@ void up(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t e
     for (int64_t i = 0; i < tokens; ++i) {
       x[i] = reinterpret_cast<const Operand*>(work.x) + work.pair_token[pair + i] * work.x_stride;
     }
-    const Product<W> product{layer.w13, group.expert, 0, layer.hidden, x, tokens};
+    const ProductOf<W> product{layer.w13, group.expert, 0, layer.hidden, x, tokens};
     for (int64_t row = begin; row < end; row += kRowBlock) {
       const int64_t rows = min_of(kRowBlock, end - row);
       up_block(work, product, pair, tokens, row, rows, block);
@@ -417,7 +432,7 @@ void down_group(const moe::Work& work, const moe::Group& group, int64_t begin, i
       inner[i] = reinterpret_cast<const Operand*>(work.inner) + (pair + i) * work.inner_stride;
     }
     const int64_t columns = work.inner_end - work.inner_begin;
-    const Product<W> product{layer.w2, group.expert, work.inner_begin, columns, inner, tokens};
+    const ProductOf<W> product{layer.w2, group.expert, work.inner_begin, columns, inner, tokens};
     for (int64_t row = begin; row < end; row += kRowBlock) {
       const int64_t rows = min_of(kRowBlock, end - row);
       product(row, 1, rows, block);
@@ -433,8 +448,24 @@ void down(const moe::Work& work, int64_t begin, int64_t end, std::byte*) {
   round_sums(work, begin, end);
 }
 
+// The group's inner rows, once all of them are there.
 template <class W>
-constexpr moe::Kernels kKernels{
-    sizeof(typename W::Operand), kInnerAlign<W>, prepare<W>, up<W>, down<W>, 0, nullptr, nullptr};
+void finish_rows(const moe::Work& work, const moe::Group& group) {
+  auto* inner = reinterpret_cast<typename W::Operand*>(work.inner);
+  for (int64_t i = 0; i < group.count; ++i) {
+    W::finish_row(inner + (group.begin + i) * work.inner_stride, work.inner_end - work.inner_begin);
+  }
+}
+
+template <class W>
+constexpr moe::Kernels kKernels{sizeof(typename W::Operand),
+                                kInnerAlign<W>,
+                                prepare<W>,
+                                up<W>,
+                                down<W>,
+                                nullptr,
+                                0,
+                                nullptr,
+                                nullptr};
 
 }  // namespace

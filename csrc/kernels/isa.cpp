@@ -61,6 +61,8 @@ bool has_avx512_bf16() {
   return has_avx512() && bit(cpuid(7, 1).a, 5) /* BF16 */ && bit(cpuid(7, 0).c, 11) /* VNNI */;
 }
 
+bool has_avx512_fp16() { return has_avx512() && bit(cpuid(7, 0).d, 23) /* FP16 */; }
+
 #ifdef MOE_EMULATE_AMX
 
 bool has_amx() { return has_avx512_bf16(); }
@@ -116,7 +118,12 @@ const Kernels* avx512_bf16_kernels(Format format, Dtype dtype) {
   return own != nullptr ? own : avx512_kernels(format, dtype);
 }
 
+// Every CPU with tiles has fp16 too; a virtual one may lack it, and so do those that emulate tiles.
 const Kernels* amx_kernels(Format format, Dtype dtype) {
+  static const bool is_fp16 = has_avx512_fp16();
+  if (dtype == Dtype::kBf16 && is_fp16) {
+    if (const Kernels* own = amx_fp16::bytes(format); own != nullptr) return own;
+  }
   const Kernels* own = dtype == Dtype::kBf16 ? MOE_FIND(amx, format, dtype) : nullptr;
   return own != nullptr ? own : avx512_bf16_kernels(format, dtype);
 }

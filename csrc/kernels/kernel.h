@@ -130,6 +130,9 @@ struct Kernels {
   // Columns [begin, end) of the output for every token and every group, in the groups' order.
   void (*down)(const Work& work, int64_t begin, int64_t end, std::byte* buffer);
 
+  // Once every row of a group has been through `up`; null: nothing.
+  void (*finish)(const Work& work, const Group& group);
+
   // Groups of at least this many tokens are packed first; 0: never.
   int64_t packed_tokens;
   // Packs one block of a group.
@@ -153,6 +156,11 @@ MOE_DECLARE_KERNELS(avx512_vnni)
 MOE_DECLARE_KERNELS(avx512_bf16)
 MOE_DECLARE_KERNELS(amx)
 #undef MOE_DECLARE_KERNELS
+
+namespace amx_fp16 {
+// The format's kernels where they have fp16 products, else null.
+const Kernels* bytes(Format format);
+}  // namespace amx_fp16
 
 namespace amx {
 // Issues `count` tile products (16 by 32 by 16), to find how fast they can be.

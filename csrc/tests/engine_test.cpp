@@ -1,6 +1,6 @@
 // The engine without Python, to be run under sanitizers: every instruction set against the scalar
 // one, weights and operands that end where a page does (reading on is a fault), two callers at
-// once, errors; and the doorbell (doorbell_test.cpp).
+// once, errors; the doorbell (doorbell_test.cpp), and fp16 products (fp16_test.cpp).
 #include <pthread.h>
 #include <sched.h>
 #include <sys/resource.h>
@@ -313,6 +313,7 @@ int main() {
   test_leaving();
   test_runner();
   test_runner_and_fork();
+  test_fp16();
   test_doorbell();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures.load());
   return failures == 0 ? 0 : 1;

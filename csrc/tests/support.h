@@ -168,6 +168,8 @@ inline std::vector<float> run(const moe::Plan& plan, const Batch& batch) {
   return out;
 }
 
+// In fp16_test.cpp.
+void test_fp16();
 // In doorbell_test.cpp.
 void test_doorbell();
 

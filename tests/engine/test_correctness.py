@@ -301,7 +301,10 @@ def test_activations_of_very_different_sizes(
 FOUR_BITS = (Format.INT4, Format.MXFP4, Format.NVFP4)
 
 
-@pytest.mark.parametrize("format", FOUR_BITS, ids=lambda f: f.value)
+WITH_SCALED_OPERANDS = (*FOUR_BITS, Format.FP8_BLOCK, Format.FP8_CHANNEL)
+
+
+@pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)
 @pytest.mark.parametrize("size", [30.0, 300.0, 1e3, 1e4])
 def test_activations_beside_large_ones_that_weigh_nothing(
     engine: CpuExpertEngine,
@@ -312,23 +315,27 @@ def test_activations_beside_large_ones_that_weigh_nothing(
 ) -> None:
     spec = make_spec(320, 160, format)
     shard = make_shard(spec, 1)
-    codes = shard["w13_weight"]
-    # Columns 0, 8, 16, ..., the low half of every fourth byte.
-    codes[:, :, ::4] = (codes[:, :, ::4] & 0xF0) | (8 if format is Format.INT4 else 0)
+    codes = shard["w13_weight"].view(torch.uint8)
+    # Columns 0, 8, 16, ..., of four bits the low half of every fourth byte.
+    if format in FOUR_BITS:
+        codes[:, :, ::4] = (codes[:, :, ::4] & 0xF0) | (8 if format is Format.INT4 else 0)
+    else:
+        codes[:, :, ::8] = 0
     for rows in (1, 5, 12):
         x, ids, weights = random_batch(spec, rows, 1, (0, 1), generator)
         x[:, ::8] = size
         check(engine, spec, shard, (x, ids, weights))
 
 
-@pytest.mark.parametrize("format", FOUR_BITS, ids=lambda f: f.value)
+@pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)
 def test_infinity_in_gives_infinity_out(
     engine: CpuExpertEngine, make_shard: MakeShard, format: Format
 ) -> None:
     spec = make_spec(40, 24, format, activation=Activation.RELU2_NO_MUL)
     shard = make_shard(spec, 1)
     for name in ("w13_weight", "w2_weight"):
-        shard[name][:] = 0x99 if format is Format.INT4 else 0x22  # 1
+        ones = {Format.INT4: 0x99, Format.FP8_BLOCK: 0x38, Format.FP8_CHANNEL: 0x38}
+        shard[name].view(torch.uint8)[:] = ones.get(format, 0x22)
     plan = engine.plan(spec, shard, max_tokens=20, top_k=1)
     for tokens in (1, 20):
         x = torch.ones(tokens, spec.hidden, dtype=spec.activation_dtype)
@@ -389,6 +396,18 @@ def test_any_routing(engine: CpuExpertEngine, data: st.DataObject) -> None:
         expert_map=expert_map,
         max_tokens=data.draw(st.integers(1, 50)),
     )
+
+
+def test_scales_of_very_different_sizes(
+    engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator
+) -> None:
+    spec = make_spec(640, 384, Format.FP8_BLOCK)
+    shard = make_shard(spec, 2)
+    for name in ("w13_scale", "w2_scale"):
+        sizes = torch.randint(-12, 13, shard[name].shape, generator=generator)
+        shard[name] *= torch.exp2(sizes.float())
+    for rows in (1, 2, 5, 12):
+        check(engine, spec, shard, random_batch(spec, rows, 2, (0, 2), generator))
 
 
 @pytest.mark.parametrize(

@@ -328,9 +328,28 @@ void down_either(const moe::Work& work, int64_t begin, int64_t end, std::byte* b
 
 inline int64_t buffer_bytes(const moe::Layer&) { return sizeof(Buffer); }
 
+template <class Small>
+void finish_small(const moe::Work& work, const moe::Group& group) {
+  if (group.packed < 0) finish_rows<Small>(work, group);
+}
+template <class Small>
+constexpr auto finish_of() -> void (*)(const moe::Work&, const moe::Group&) {
+  if constexpr (requires { typename Small::Product; }) {
+    return finish_small<Small>;
+  } else {
+    return nullptr;
+  }
+}
+
 template <class Small, class W>
-constexpr moe::Kernels kTileKernels{
-    sizeof(typename Small::Operand), kInnerAlign<Small>, prepare<Small>, up_either<Small, W>,
-    down_either<Small, W>,           W::kPackedTokens,   pack<W>,        buffer_bytes};
+constexpr moe::Kernels kTileKernels{sizeof(typename Small::Operand),
+                                    kInnerAlign<Small>,
+                                    prepare<Small>,
+                                    up_either<Small, W>,
+                                    down_either<Small, W>,
+                                    finish_of<Small>(),
+                                    W::kPackedTokens,
+                                    pack<W>,
+                                    buffer_bytes};
 
 }  // namespace
