@@ -28,9 +28,9 @@ REPEATS = 7
 # A repeat is the mean of up to so many steps, after up to so many that fill caches. Stock's take
 # two milliseconds: fewer of these last no longer than what disturbs them.
 _CHUNK, _WARM = 64, 64
-# An engine that started beside others has measured its rates beside them. Serving corrects these,
-# at most every two seconds and by the root of what they are off: so long at once, so often at most.
-_SETTLE_SECONDS, _SETTLE_TURNS = 3.0, 6
+# Serving corrects the rates, at most every two seconds and by the root of what they are off: so
+# long at once, so often at most.
+_SETTLE_SECONDS, _SETTLE_TURNS = 3.0, 3
 _SETTLE_TOKENS = 16  # at once, which slow steps take seconds for
 
 
@@ -114,6 +114,7 @@ class Child:
         self._single("start_s", "s", time.perf_counter() - began)
         if not sys.stdin.readline():  # its turn
             return  # the runner has ended
+        self._measure(llm)
         self._settle(llm)
         for cell in self.order["cells"]:
             if cell.get("routing") not in (None, "model", SWITCHING):
@@ -122,6 +123,12 @@ class Child:
                 self._decode(llm, cell)
             else:
                 self._prefill(llm, cell)
+
+    def _measure(self, llm: Any) -> None:
+        """An engine that has started beside others measures the machine as one alone finds it."""
+        stats = self._stats(llm)
+        if stats is not None and stats["rates"] is not None:
+            llm.collective_rpc("moe_offload_measure")
 
     def _settle(self, llm: Any) -> None:
         """Serve until no other split of the misses is made any more, where they are split."""

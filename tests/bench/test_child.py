@@ -72,7 +72,7 @@ class Engine:
     [
         (0, {"fetch": 5e10}, 3.5, [0]),
         (3, {"fetch": 5e10}, 10.5, [3]),
-        (100, {"fetch": 5e10}, 21, [10]),
+        (100, {"fetch": 5e10}, 10.5, [5]),
         (0, None, 0, []),
     ],
 )
@@ -95,3 +95,25 @@ def test_ours_serves_until_its_rates_stay(
     rows = [json.loads(line) for line in result.read_text().splitlines()] if said else []
     assert [row["value"] for row in rows] == said
     assert result.exists() == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("ours", "rates", "asked"),
+    [
+        (True, {"fetch": 5e10}, ["moe_offload_stats", "moe_offload_measure"]),
+        (True, None, ["moe_offload_stats"]),
+        (False, None, []),
+    ],
+)
+def test_an_engine_measures_its_rates_again_when_it_is_alone(
+    ours: bool, rates: dict[str, float] | None, asked: list[str], tmp_path: Path
+) -> None:
+    calls: list[str] = []
+
+    def rpc(name: str) -> list[dict[str, Any]]:
+        calls.append(name)
+        return [{"rates": rates}]
+
+    child = Child({"result": str(tmp_path / "rows"), "ours": ours, "cells": []})
+    child._measure(SimpleNamespace(collective_rpc=rpc))
+    assert calls == asked

@@ -45,6 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid": {**SLOTTED, "cache_topk": 6, "update_expert_num": 4},
     "auto": SLOTTED,
 }
+AGAIN = "rates measured again"
 # Those that can do harm in a mode, one way only: starting is what takes time here.
 ALL_FAULTS = {
     "cache": tuple(FAULTS),
@@ -132,6 +133,9 @@ def test_decoding_with_vllms_default_graphs(
         config = llm.llm_engine.vllm_config
         assert config.use_v2_model_runner is (RUNNERS[runner] == "1")
         assert config.compilation_config.max_cudagraph_capture_size == 64
+        llm.collective_rpc("moe_offload_measure")
+        assert stats(llm)["steps"] == 0
+        drawn[f"{runner}, {AGAIN}"] = draw_counted(llm, f"{runner}, {AGAIN}")
     vllm_envs.disable_envs_cache()
 
 
@@ -146,7 +150,14 @@ def test_a_lane_that_dies_ends_the_step_and_not_the_process(checkpoint: Path) ->
         assert time.perf_counter() - began < 5
 
 
-@pytest.mark.parametrize("name", [*(f"{mode}, {way}" for mode in MODES for way in WAYS), *RUNNERS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{mode}, {way}" for mode in MODES for way in WAYS),
+        *RUNNERS,
+        *(f"{runner}, {AGAIN}" for runner in RUNNERS),
+    ],
+)
 def test_no_further_from_float32_than_stock(
     name: str, drawn: dict[str, Drawn], reference: LLM
 ) -> None:

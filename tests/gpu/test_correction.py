@@ -55,3 +55,26 @@ def test_the_rates_become_the_machines(
         print(f"{name:5} " + ", ".join(f"{rate / 1e9:.1f}" for rate in astuple(rates)))
     assert true[0].fetch / 1.5 <= now.fetch <= true[0].fetch * 1.5
     assert bus == 1.0 or done["rate_corrections"] > 0
+
+
+def test_rates_of_a_busy_start_are_measured_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two captured steps, as at the start."""
+    measure = share.measure_rates
+    busy = LaneRates(1e9, 1e9, 1e9, 1e9)
+    monkeypatch.setattr(share, "measure_rates", lambda *_: busy)
+    settings = moe_offload_args(slots_per_layer=SLOTS, correct_rates="off")
+    with engine(checkpoint, dtype="bfloat16", **settings, **CAPTURED, **SIZES) as llm:
+        decoded(llm, prompts()[2], 40)
+        before = stats(llm)
+        monkeypatch.setattr(share, "measure_rates", measure)
+        llm.collective_rpc("moe_offload_measure")
+        decoded(llm, prompts()[2], 40)
+        now = stats(llm)
+    rates = LaneRates(**now["rates_now"])
+    print("\nnow " + ", ".join(f"{rate / 1e9:.1f}" for rate in astuple(rates)))
+    assert LaneRates(**before["rates_now"]) == busy
+    assert now["rates"] == now["rates_now"]
+    assert min(astuple(rates)) > 4e9, "of any machine with a GPU like these tests'"
+    assert 0 < now["cpu_experts"] < now["misses"]

@@ -70,6 +70,56 @@ def test_the_largest_layer_is_measured_and_all_are_split_by_it(
     assert layers["all"].limits is None, "it has no misses"
 
 
+def test_measured_again_the_layers_are_split_by_what_is_measured_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = LaneRates(fetch=50e9, cpu=10e9, fetch_beside_cpu=50e9, cpu_beside_fetch=10e9)
+    rates = iter((slow, RATES))
+    monkeypatch.setattr(module, "measure_rates", lambda *a: next(rates))
+    layers = {"a": Layer(4, 8, 10)}
+    lanes = {"a": SimpleNamespace(plan=None)}
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="hybrid")
+        share.measure(layers, lanes)  # type: ignore[arg-type]
+        share.corrections, share.rates_now = 3, RATES
+        assert layers["a"].limits.tolist() == fetch_limits(slow, 8).tolist()
+        share.measure(layers, lanes)  # type: ignore[arg-type]
+        share.close()
+    assert (share.rates, share.rates_now, share.corrections) == (RATES, RATES, 0)
+    assert layers["a"].limits.tolist() == fetch_limits(RATES, 8).tolist()
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_measured", "is_refused"),
+    [(RATES, None, False), (RATES, False, False), (None, True, False), (None, False, True)],
+)
+def test_a_worker_measures_again_what_it_has_measured(
+    rates: LaneRates | None, is_measured: bool | None, is_refused: bool
+) -> None:
+    done: list[Any] = []
+    runtime = OffloadRuntime.__new__(OffloadRuntime)
+    runtime._modules, runtime._cpu_lanes, runtime._max_tokens = {}, {}, 512
+    runtime._share = SimpleNamespace(  # type: ignore[assignment]
+        rates=rates, measure=lambda *_: done.append("rates")
+    )
+    if is_measured is not None:
+        runtime._streaming = SimpleNamespace(  # type: ignore[assignment]
+            is_measured=is_measured, settle=lambda *given: done.append(given[4])
+        )
+    else:
+        runtime._streaming = None
+    runtime.check = lambda: done.append("checked")  # type: ignore[method-assign]
+    runtime.reset_stats = lambda: done.append("counts")  # type: ignore[method-assign]
+    if is_refused:
+        with pytest.raises(ValueError, match="nothing was measured when this engine started"):
+            runtime.measure()
+        assert not done
+        return
+    runtime.measure()
+    has_tail = [] if is_measured is None else [rates is not None]
+    assert done == ["rates", *has_tail, "checked", "counts"]
+
+
 class Meter:
     """Says what it is told."""
 

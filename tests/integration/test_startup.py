@@ -494,12 +494,12 @@ def test_resizing_an_engine_whose_memory_does_not_suffice_changes_no_layer(model
         assert [layer["slots"] for layer in stats(ours)["layers"].values()] == [4, 4, 4]
 
 
-def test_an_engine_without_slots_cannot_be_resized(model: Path) -> None:
-    with (
-        engine(model, **moe_offload_args(mode="cpu")) as ours,
-        pytest.raises(ValueError, match=r"mode='cpu', which fetches nothing: it has no"),
-    ):
-        resize(ours, 4)
+def test_an_engine_without_slots_cannot_be_resized_nor_measured_again(model: Path) -> None:
+    with engine(model, **moe_offload_args(mode="cpu")) as ours:
+        with pytest.raises(ValueError, match=r"mode='cpu', which fetches nothing: it has no"):
+            resize(ours, 4)
+        with pytest.raises(ValueError, match="nothing was measured when this engine started"):
+            ours.collective_rpc("moe_offload_measure")
 
 
 def start(model: Path, settings: dict, **arguments: object) -> None:

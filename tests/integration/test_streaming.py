@@ -20,7 +20,7 @@ from vllm_moe_offload.integration import streaming
 from vllm_moe_offload.integration.selfcheck import random_step
 from vllm_moe_offload.integration.streaming import Streaming
 from vllm_moe_offload.lanes import MAX_CAPTURED, EngineLane, OffloadedLayer
-from vllm_moe_offload.stream import buffer_bytes
+from vllm_moe_offload.stream import CpuTail, buffer_bytes
 
 CPU = torch.device("cpu")
 SPEC = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
@@ -54,6 +54,7 @@ class Settled:
         nbytes = 2 * buffer_bytes(SPEC.layout, BUFFER)
         self.streaming = Streaming(8, nbytes, CPU, corrects=corrects)
         self.checked: list[str] = []
+        self.tails: list[CpuTail | None] = []  # when these were checked
         self.layers, lanes = {}, {}
 
         def lane(tensors: dict[str, torch.Tensor]) -> EngineLane:
@@ -75,15 +76,23 @@ class Settled:
 
             self.streaming.add(name, layer, bind)
             self.layers[name] = layer
-        self.streaming.settle(
+        self.settle = lambda: self.streaming.settle(
             self.layers,
             lanes,
-            self.checked.append,
+            self.check,
             lambda name, rows: random_step(EXPERTS, SPEC, TOP_K, rows),
             has_tail,
             most_rows,
         )
-        self.tail = self.streaming._streamer.tail
+        self.settle()
+
+    def check(self, name: str) -> None:
+        self.checked.append(name)
+        self.tails.append(self.tail)
+
+    @property
+    def tail(self) -> CpuTail | None:
+        return self.streaming._streamer.tail
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +105,7 @@ def test_without_a_tail_every_expert_is_copied(engine: CpuExpertEngine) -> None:
     settled = Settled(engine, corrects=True, has_tail=False)
     assert settled.tail is None
     assert settled.streaming.tail_stats() is None
+    assert not settled.streaming.is_measured, "the threshold is set"
     settled.streaming.reset_stats()
     assert settled.checked == ["layers.0", "layers.1"]
     assert settled.streaming.threshold == 8
@@ -145,6 +155,20 @@ def test_rates_are_corrected_where_they_may_be(engine: CpuExpertEngine, corrects
     assert tail._measured.slowed >= 1
     assert tail._measured.cpu == pytest.approx(READING)
     assert tail._measured.cpu_row == pytest.approx(ROW)
+
+
+def test_settled_again_nothing_of_before_is_left(engine: CpuExpertEngine) -> None:
+    settled = Settled(engine, corrects=True, has_tail=True)
+    before = settled.tail
+    assert settled.streaming.is_measured, "the rates of its tail"
+    settled.streaming._streamer.threshold = None
+    settled.settle()
+    assert settled.tail is not before
+    assert settled.streaming.threshold == 8
+    assert settled.checked == 4 * ["layers.0", "layers.1"]
+    first, again = settled.tails[:4], settled.tails[4:]
+    assert first == 2 * [None] + 2 * [before], "first without the CPU's part"
+    assert again == 2 * [None] + 2 * [settled.tail]
 
 
 class Watch:

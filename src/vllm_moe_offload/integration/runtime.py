@@ -344,18 +344,7 @@ class OffloadRuntime:
                         is_brief=kind in seen,
                     )
                     seen.add(kind)
-            if self._share is not None:
-                self._share.measure(layers, self._cpu_lanes)
-            if self._streaming is not None:
-                self._streaming.settle(
-                    layers,
-                    self._cpu_lanes,
-                    self._check_streamed,
-                    self._random_step,
-                    self._share is not None and self._share.rates is not None,
-                    self._max_tokens,
-                )
-            self.check()
+            self._measure(layers)
         elif self._modules:
             logger.info(
                 "moe_offload: every expert of %d layers fits on the device, so offload %s",
@@ -506,6 +495,40 @@ class OffloadRuntime:
                 self._share.restart()
         if self._share is not None and self._share.rates is None:
             self._share.measure(self._layers(), self._cpu_lanes)
+
+    def measure(self) -> None:
+        """Measure again what start-up has measured, and go by that; counting begins anew.
+
+        For a machine that was busy at the start, or has others on it now. Between steps only: takes
+        some seconds, and empties slots of the layers it measures by. ValueError where nothing was
+        measured.
+        """
+        has_rates = self._share is not None and self._share.rates is not None
+        if not has_rates and (self._streaming is None or not self._streaming.is_measured):
+            raise ValueError(
+                "nothing was measured when this engine started: its misses are not shared between "
+                "the bus and the CPU (modes auto and hybrid on a GPU, with fewer slots than "
+                "experts), and from which size on steps are streamed was set, or none is"
+            )
+        if current_platform.is_cuda():
+            torch.cuda.synchronize()
+        self._measure(self._layers())
+        self.reset_stats()
+
+    def _measure(self, layers: dict[str, OffloadedLayer]) -> None:
+        """The lanes' rates, and from how many rows on streaming pays."""
+        if self._share is not None:
+            self._share.measure(layers, self._cpu_lanes)
+        if self._streaming is not None:
+            self._streaming.settle(
+                layers,
+                self._cpu_lanes,
+                self._check_streamed,
+                self._random_step,
+                self._share is not None and self._share.rates is not None,
+                self._max_tokens,
+            )
+        self.check()
 
     def _report(self) -> None:
         """From now on report what is counted, where somebody has asked for it."""

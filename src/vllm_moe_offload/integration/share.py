@@ -55,8 +55,8 @@ def check_limits(config: OffloadConfig, layer: str, num_experts: int, top_k: int
 class CpuShare:
     """The CPU lane, and how many misses it leaves to be fetched. Made where there is a GPU.
 
-    `rates`: as measured at start-up; `rates_now`: those the split is made by; both None before.
-    `corrections`: how often another split was made because of what the lanes had done.
+    `rates`: as last measured; `rates_now`: those the split is made by; both None before.
+    `corrections`: how often another split was made since because of what the lanes had done.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CpuShare:
     ) -> None:
         """Measure over the largest layer whose misses both lanes may take, and split all by it.
 
-        `lanes`: over the host memory of the same layers.
+        `lanes`: over the host memory of the same layers. May be called again, between steps.
         """
         self._layers = dict(layers)
         split = self._split_layers()
@@ -115,6 +115,7 @@ class CpuShare:
             captured.fetch, captured.step.num_slots, lanes[name].plan, self._device
         )
         layers[name].invalidate()
+        self.corrections = 0
         self._split_by(self.rates)
         if self._config.correct_rates == "auto":
             self._meter = LaneMeter(lambda: list(self._split_layers().values()), self._lane)

@@ -69,6 +69,13 @@ class Streaming:
         """The most rows of a step that is not streamed; None: no step is."""
         return self._streamer.threshold
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether `settle` has measured by what steps are streamed: the threshold, or rates."""
+        return self._streamer.num_layers > 0 and (
+            self._threshold is None or self._streamer.tail is not None
+        )
+
     def tail_stats(self) -> dict[str, Any] | None:
         """The CPU's part of streamed steps: rates, and `TailTimes`; None where it has none."""
         tail = self._streamer.tail
@@ -119,6 +126,8 @@ class Streaming:
     ) -> None:
         """Once all layers are there: do they compute the same, and from how many rows on it pays.
 
+        Or again, between steps.
+
         cpu: the lanes over host memory; check: compares a step of `TRIED_ROWS` of the layer of this
         name with the CPU's; step: gives one of at least so many rows that uses every expert;
         has_tail: whether the CPU may have a part, or every missing expert is to be copied;
@@ -129,6 +138,7 @@ class Streaming:
             return
         both = list(streamed)[:2]  # one after another they pass through either buffer
         self._streamer.threshold = 0
+        self._streamer.tail = None
         for name in both:
             check(name)
         # The last layer: behind it no copies are started for another.

@@ -30,7 +30,7 @@ def install() -> None:
 
     The wrapper has none of its own by these names (it passes unknown ones on to the worker), but
     for `execute_model` and `shutdown`, which are wrapped.
-    ``llm.collective_rpc("moe_offload_stats")`` reaches the last three.
+    ``llm.collective_rpc("moe_offload_stats")`` reaches the last four.
     """
     if hasattr(WorkerWrapperBase.execute_model, "__moe_offload__"):
         return
@@ -43,6 +43,7 @@ def install() -> None:
         "moe_offload_stats": _stats,
         "moe_offload_reset_stats": _reset_stats,
         "moe_offload_resize": _resize,
+        "moe_offload_measure": _measure,
     }
     for name, method in added.items():
         setattr(WorkerWrapperBase, name, method)
@@ -229,3 +230,8 @@ def _reset_stats(self: WorkerWrapperBase) -> None:
 def _resize(self: WorkerWrapperBase, slots_per_layer: int) -> None:
     """Give every layer of this worker that many slots, empty ones; between steps only."""
     _runtime(self).resize(slots_per_layer)
+
+
+def _measure(self: WorkerWrapperBase) -> None:
+    """Measure this worker's rates again, as at start-up; between steps only."""
+    _runtime(self).measure()
