@@ -18,7 +18,7 @@ using moe::kTokenBlock;
 
 constexpr int64_t kCacheLine = 64;
 
-inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Adds to the sums the products of `left` columns from k on, at most a step.
 template <class W, int kRows, int kTokens>
@@ -464,7 +464,7 @@ constexpr moe::Kernels kKernels{sizeof(typename W::Operand),
                                 up<W>,
                                 down<W>,
                                 nullptr,
-                                0,
+                                nullptr,
                                 nullptr,
                                 nullptr};
 

@@ -81,7 +81,8 @@ bool has_amx() {
   constexpr uint64_t kTiles = 0x60000;  // tile configuration and data
   const uint32_t flags = cpuid(7, 0).d;
   return has_avx512_vnni() && has_avx512_bf16() && (os_state() & kTiles) == kTiles &&
-         bit(flags, 22) /* AMX-BF16 */ && bit(flags, 24) /* AMX-TILE */;
+         bit(flags, 22) /* AMX-BF16 */ && bit(flags, 24) /* AMX-TILE */ &&
+         bit(flags, 25) /* AMX-INT8 */;
 }
 
 #endif

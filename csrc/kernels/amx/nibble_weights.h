@@ -30,9 +30,6 @@ inline __m256i scaled(__m512 values, float scale) {
 template <class F>
 struct NibbleTiles : F, NibbleColumns {
   static constexpr bool kIsTileRow = false;
-  // Below, nibble_words.h in passes of four tokens, 37 instructions each for 128 columns of a row.
-  static constexpr int64_t kPackedTokens = 8;
-
   using State = NoState;
   static void unpack(const NibbleRow& row, int64_t columns, std::byte* to, State&) {
     const __m512i shifts =

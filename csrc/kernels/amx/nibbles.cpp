@@ -1,28 +1,20 @@
 #include "kernels/avx512/vec.h"
 // vec.h comes first: the others are written over its V.
 #include "kernels/activation.h"
-#include "kernels/formats/nibble_words.h"
-// After the formats.
-#include "kernels/amx/body.h"
+// After it.
+#include "kernels/amx/few_tokens.h"
 #include "kernels/amx/nibble_weights.h"
 
 namespace moe::amx {
 
-namespace {
-
-template <class Small, class Tiles>
-constexpr const Kernels& kNibbles = kTileKernels<Small, NibbleTiles<Tiles>>;
-
-}  // namespace
-
 const Kernels* nibbles(Format format, Dtype) {
   switch (format) {
     case Format::kInt4:
-      return &kNibbles<NibbleWords<Int4Bytes>, Int4Tiles>;
+      return &EitherTiles<AnyInt4Codes, NibbleTiles<Int4Tiles>>::kKernels;
     case Format::kMxfp4:
-      return &kNibbles<NibbleWords<Mxfp4Bytes>, Mxfp4Tiles>;
+      return &EitherTiles<Mxfp4Codes, NibbleTiles<Mxfp4Tiles>>::kKernels;
     case Format::kNvfp4:
-      return &kNibbles<NibbleWords<Nvfp4Bytes>, Nvfp4Tiles>;
+      return &EitherTiles<Nvfp4Codes, NibbleTiles<Nvfp4Tiles>>::kKernels;
     default:
       return nullptr;
   }

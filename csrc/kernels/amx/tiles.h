@@ -53,10 +53,30 @@ inline void emulated_multiply(int to, int a, int b) {
     _mm512_store_ps(emulated_tiles[to].bytes[r], sum);
   }
 }
+inline void emulated_multiply_bytes(int to, int a, int b) {
+  // vpdpwssd, of words, gives the exact sums too.
+  for (int r = 0; r < 16; ++r) {
+    __m512i sum = _mm512_load_si512(emulated_tiles[to].bytes[r]);
+    for (int four = 0; four < 16; ++four) {
+      int32_t codes;
+      __builtin_memcpy(&codes, emulated_tiles[a].bytes[r] + 4 * four, 4);
+      const __m512i w = _mm512_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(codes)));
+      const __m512i x = _mm512_load_si512(emulated_tiles[b].bytes[four]);
+      const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8);
+      const __m512i odd = _mm512_srai_epi16(x, 8);
+      // Of four, the even ones and the odd ones, each two words.
+      const __m512i w_even = _mm512_shuffle_epi8(w, _mm512_set1_epi32(0x05040100));
+      const __m512i w_odd = _mm512_shuffle_epi8(w, _mm512_set1_epi32(0x07060302));
+      sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, w_even), odd, w_odd);
+    }
+    _mm512_store_si512(emulated_tiles[to].bytes[r], sum);
+  }
+}
 #define MOE_TILE_LOAD(tile, base, stride) emulated_load(tile, base, stride)
 #define MOE_TILE_STORE(tile, base, stride) emulated_store(tile, base, stride)
 #define MOE_TILE_ZERO(tile) emulated_zero(tile)
 #define MOE_TILE_MULTIPLY(to, a, b) emulated_multiply(to, a, b)
+#define MOE_TILE_MULTIPLY_BYTES(to, a, b) emulated_multiply_bytes(to, a, b)
 
 // Held while tiles are in use.
 struct TileScope {};
@@ -67,6 +87,7 @@ struct TileScope {};
 #define MOE_TILE_STORE(tile, base, stride) _tile_stored(tile, base, static_cast<long>(stride))
 #define MOE_TILE_ZERO(tile) _tile_zero(tile)
 #define MOE_TILE_MULTIPLY(to, a, b) _tile_dpbf16ps(to, a, b)
+#define MOE_TILE_MULTIPLY_BYTES(to, a, b) _tile_dpbssd(to, a, b)
 
 // Held while tiles are in use: released tiles need not be saved on a context switch.
 struct TileScope {
@@ -83,6 +104,11 @@ constexpr int64_t kTileBytes = 1024;
 // The result for two tiles of weight rows and one of tokens: [row tile][row][token].
 struct Result {
   alignas(64) float value[2][kTile][kTile];
+};
+
+// For permutations of bytes.
+struct alignas(64) ByteIndices {
+  uint8_t index[64];
 };
 
 // Of weights whose rows are unpacked each by itself.

@@ -42,9 +42,6 @@ struct Int8Tiles : Bytes<moe::Format::kInt8>, NaturalColumns {
   }
 };
 
-struct alignas(64) ByteIndices {
-  uint8_t index[64];
-};
 constexpr ByteIndices every_other_byte(int first) {
   ByteIndices indices{};
   for (int i = 0; i < 64; ++i) indices.index[i] = static_cast<uint8_t>(2 * i + first);

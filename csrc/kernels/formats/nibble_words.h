@@ -11,6 +11,7 @@
 #pragma once
 
 #include "kernels/formats/lane_scales.h"
+#include "kernels/formats/nibble_tables.h"
 
 namespace {
 
@@ -24,11 +25,6 @@ struct WordBlock {
   __m128i lanes() const { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(has_rest)); }
 };
 static_assert(sizeof(WordBlock) <= 128 * sizeof(float));
-
-// The values of 16 codes, four times: a lookup reads six bits.
-struct alignas(64) ByteTable {
-  int8_t value[64];
-};
 
 // F gives rows, and for the 128 columns from k on, of which `count` are there, the table and the
 // scales; kUnit is what 1 in the table stands for. Where `has_zeros`, `zeros` are taken from what
@@ -223,19 +219,6 @@ struct NibbleWords : F {
   }
 };
 
-// q - zero for each zero point.
-struct Int4ByteTables {
-  ByteTable of_zero[16];
-};
-constexpr Int4ByteTables int4_byte_tables() {
-  Int4ByteTables tables{};
-  for (int zero = 0; zero < 16; ++zero) {
-    for (int i = 0; i < 64; ++i) tables.of_zero[zero].value[i] = static_cast<int8_t>(i % 16 - zero);
-  }
-  return tables;
-}
-constexpr Int4ByteTables kInt4ByteTables = int4_byte_tables();
-
 // Scales are of the activations' dtype, which is bf16 here.
 struct Int4Narrow : Int4Rows<moe::Bf16> {
   static constexpr float kUnit = 1.0f;
@@ -281,18 +264,6 @@ struct Int4Bytes : Int4Narrow {
     }
   }
 };
-
-// Twice e2m1's values, which are whole numbers.
-constexpr ByteTable e2m1_byte_table() {
-  constexpr int8_t kMagnitudes[8] = {0, 1, 2, 3, 4, 6, 8, 12};
-  ByteTable table{};
-  for (int i = 0; i < 64; ++i) {
-    const int8_t magnitude = kMagnitudes[i % 8];
-    table.value[i] = i % 16 < 8 ? magnitude : static_cast<int8_t>(-magnitude);
-  }
-  return table;
-}
-constexpr ByteTable kE2m1Bytes = e2m1_byte_table();
 
 struct E2m1Bytes {
   static constexpr float kUnit = 0.5f;
