@@ -306,7 +306,9 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
   const int64_t inner_rows = job.inner_end - job.inner_begin;
   int64_t all_pairs = 0;
   for (int64_t g = 0; g < pairs.group_count(); ++g) all_pairs += pairs.groups()[g].count;
-  const int64_t tokens_a_group = all_pairs / std::max<int64_t>(1, pairs.group_count());
+  int64_t tokens_a_group = all_pairs / std::max<int64_t>(1, pairs.group_count());
+  // A block of few has half the bytes of another one, beside weights of a quarter of bf16's.
+  if (tokens_a_group <= packing_.few) tokens_a_group *= 2 * kPackBlock / packing_.few_block;
   const bool packed = pairs.block_count() > 0;
   chunk.up_rows =
       packed ? packed_rows_per_task(inner_rows, pairs.group_count(), pool.threads(), tokens_a_group,

@@ -207,7 +207,7 @@ void multiply(const moe::Matrix& matrix, int64_t k_begin, int64_t columns, bool 
                                         .pairs = 2,
                                         .pair_at = pair_at,
                                         .following = {1, pair_at(0)}};
-  [[maybe_unused]] const TileScope scope;
+  [[maybe_unused]] const TileScope scope(tokens.columns);
   for (int64_t i = 0; i < rows.pairs; ++i) {
     multiply_few(rows, i, tokens, buffer);
     const TilePair pair = pair_at(i);

@@ -28,6 +28,13 @@ constexpr int64_t kDigitTokens = kTile / (2 * kGroups);
 
 inline int64_t line_count(int64_t columns) { return (columns + kLineColumns - 1) / kLineColumns; }
 
+// Columns that a group's blocks have: tiles of few tokens are narrower, which leaves less to read.
+template <int kGroups>
+inline int64_t operand_columns(const moe::Group& group) {
+  constexpr int64_t kMost = kDigitTokens<kGroups>;
+  return 2 * kGroups * (group.count < kMost ? group.count : kMost);
+}
+
 struct DigitBlock {
   // What comes first.
   struct alignas(64) Header {
@@ -35,22 +42,27 @@ struct DigitBlock {
     bool has_rests;
   };
   static_assert(sizeof(Header) == moe::kPackedHeaderBytes);
-  static_assert(2 * kLineBytes == kLineColumns * moe::kPackedColumnBytes);
 
   std::byte* at;
   int64_t lines;
+  int64_t columns;
 
   Header& header() const { return *reinterpret_cast<Header*>(at); }
+  int64_t row_bytes() const { return 4 * columns; }
+  int64_t line_bytes() const { return 2 * kTile * row_bytes(); }
   std::byte* digits() const { return at + sizeof(Header); }
-  std::byte* rests() const { return digits() + lines * kLineBytes; }
+  std::byte* rests() const { return digits() + lines * line_bytes(); }
 };
 
 // Block `index` of the packed ones of rows of so many columns.
-inline DigitBlock digit_block(std::byte* packed, const moe::Group& group, int64_t columns,
+template <int kGroups>
+inline DigitBlock digit_block(std::byte* packed, const moe::Group& group, int64_t row_columns,
                               int64_t index) {
-  const int64_t lines = line_count(columns);
+  static_assert(2 * kLineBytes == kLineColumns * moe::kPackedColumnBytes);
+  const int64_t lines = line_count(row_columns);
   const int64_t bytes = lines * 2 * kLineBytes + moe::kPackedHeaderBytes;
-  return {packed_blocks(packed, group, columns) + index * bytes, lines};
+  return {packed_blocks(packed, group, row_columns) + index * bytes, lines,
+          operand_columns<kGroups>(group)};
 }
 
 // Sixteen elements from `k` on of a row of so many; zeros past its end.
@@ -188,8 +200,10 @@ constexpr __mmask16 group_rows(int group) {
 
 // The tiles of 128 columns: digits_at(t, k) gives two digits of a token's 64 columns from k on.
 template <int kGroups, class DigitsAt>
-inline void pack_line(const DigitsAt& digits_at, int64_t tokens, int64_t k, std::byte* to) {
-  for (int64_t end = k + kLineColumns; k < end; k += kCodeColumns, to += kTileBytes) {
+inline void pack_line(const DigitsAt& digits_at, int64_t tokens, int64_t k, const DigitBlock& block,
+                      std::byte* to) {
+  const auto columns = static_cast<__mmask16>((1u << block.columns) - 1);
+  for (int64_t end = k + kLineColumns; k < end; k += kCodeColumns) {
     __m512i lanes[16] = {};
     for (int64_t t = 0; t < tokens; ++t) {
       const DigitPair digits = digits_at(t, k);
@@ -200,7 +214,9 @@ inline void pack_line(const DigitsAt& digits_at, int64_t tokens, int64_t k, std:
       }
     }
     transpose(lanes);
-    for (int64_t i = 0; i < kTile; ++i) _mm512_store_si512(to + i * 64, lanes[i]);
+    for (int64_t i = 0; i < kTile; ++i, to += block.row_bytes()) {
+      _mm512_mask_storeu_epi32(to, columns, lanes[i]);
+    }
   }
 }
 
@@ -219,14 +235,15 @@ inline void pack_digits(const RowAt& row_at, int64_t tokens, int64_t columns,
   }
   for (int64_t line = 0; line < block.lines; ++line) {
     const auto digits = [&](int64_t t, int64_t k) { return rows[t].digits(k); };
-    pack_line<kGroups>(digits, tokens, line * kLineColumns, block.digits() + line * kLineBytes);
+    const int64_t at = line * block.line_bytes();
+    pack_line<kGroups>(digits, tokens, line * kLineColumns, block, block.digits() + at);
     if (!header.has_rests) continue;
     // Nothing of tokens that have none: their sums are what they are by themselves.
     const auto rests = [&](int64_t t, int64_t k) {
       if (rows[t].has_rests()) return rows[t].rests(k);
       return DigitPair{_mm512_setzero_si512(), _mm512_setzero_si512()};
     };
-    pack_line<kGroups>(rests, tokens, line * kLineColumns, block.rests() + line * kLineBytes);
+    pack_line<kGroups>(rests, tokens, line * kLineColumns, block, block.rests() + at);
   }
 }
 

@@ -59,16 +59,30 @@ static_assert(sizeof(FewBuffer) <= sizeof(Buffer));
 template <class F>
 struct FewTokens {
   int64_t count;
+  int64_t columns;  // of a tile of operands
+  int64_t row_bytes;
+  int64_t line_bytes;
   int64_t pass_count = 0;
   const std::byte* passes[kMostPasses];  // tiles of operands
   const DigitBlock::Header* headers[kFewBlocks];
 
-  FewTokens(std::byte* packed, const moe::Group& group, int64_t columns) : count(group.count) {
+  FewTokens(std::byte* packed, const moe::Group& group, int64_t row_columns) : count(group.count) {
     for (int64_t i = 0; i * kBlockTokens<F> < count; ++i) {
-      const DigitBlock block = digit_block(packed, group, columns, i);
+      const DigitBlock block = digit_block<kGroupsOf<F>>(packed, group, row_columns, i);
+      columns = block.columns;
+      row_bytes = block.row_bytes();
+      line_bytes = block.line_bytes();
       headers[i] = &block.header();
       passes[pass_count++] = block.digits();
       if (block.header().has_rests) passes[pass_count++] = block.rests();
+    }
+  }
+
+  // A line is needed soon: into L1.
+  void fetch(int64_t line) const {
+    for (int64_t p = 0; p < pass_count; ++p) {
+      const std::byte* at = passes[p] + line * line_bytes;
+      for (int64_t i = 0; i < line_bytes; i += 64) __builtin_prefetch(at + i, 0, 3);
     }
   }
 };
@@ -118,33 +132,34 @@ inline void unpack_line(const NibbleRow* rows, int64_t k, int64_t left, std::byt
 }
 
 // The products of a line: each pass's results, of the line or of its 64 columns each.
-template <int kParts>
-inline void multiply_line(const std::byte* codes, const std::byte* const* passes, int64_t count,
-                          int64_t line, PairResult<int32_t> (*results)[2]) {
+template <class F>
+inline void multiply_line(const std::byte* codes, const FewTokens<F>& tokens, int64_t line,
+                          PairResult<int32_t> (*results)[2]) {
+  constexpr int kLast = kParts<F> - 1;
   // GCC's tileloadd does not say that it reads memory.
   __asm__ volatile("" ::: "memory");
   MOE_TILE_LOAD(4, codes, 64);
   MOE_TILE_LOAD(5, codes + kLineBytes, 64);
   MOE_TILE_LOAD(6, codes + kTileBytes, 64);
   MOE_TILE_LOAD(7, codes + kLineBytes + kTileBytes, 64);
-  for (int64_t p = 0; p < count; ++p, ++results) {
-    const std::byte* operands = passes[p] + line * kLineBytes;
+  for (int64_t p = 0; p < tokens.pass_count; ++p, ++results) {
+    const std::byte* operands = tokens.passes[p] + line * tokens.line_bytes;
     MOE_TILE_ZERO(0);
     MOE_TILE_ZERO(1);
-    MOE_TILE_LOAD(2, operands, 64);
+    MOE_TILE_LOAD(2, operands, tokens.row_bytes);
     MOE_TILE_MULTIPLY_BYTES(0, 4, 2);
     MOE_TILE_MULTIPLY_BYTES(1, 5, 2);
-    if constexpr (kParts == 2) {
+    if constexpr (kParts<F> == 2) {
       MOE_TILE_STORE(0, (*results)[0][0], 64);
       MOE_TILE_STORE(1, (*results)[0][1], 64);
       MOE_TILE_ZERO(0);
       MOE_TILE_ZERO(1);
     }
-    MOE_TILE_LOAD(3, operands + kTileBytes, 64);
+    MOE_TILE_LOAD(3, operands + tokens.line_bytes / 2, tokens.row_bytes);
     MOE_TILE_MULTIPLY_BYTES(0, 6, 3);
     MOE_TILE_MULTIPLY_BYTES(1, 7, 3);
-    MOE_TILE_STORE(0, (*results)[kParts - 1][0], 64);
-    MOE_TILE_STORE(1, (*results)[kParts - 1][1], 64);
+    MOE_TILE_STORE(0, (*results)[kLast][0], 64);
+    MOE_TILE_STORE(1, (*results)[kLast][1], 64);
   }
   __asm__ volatile("" ::: "memory");
 }
@@ -269,9 +284,9 @@ inline void multiply_few(const Rows& rows, int64_t i, const FewTokens<F>& tokens
 
   unpack(0);
   for (int64_t line = 0; line < lines; ++line) {
-    multiply_line<kParts<F>>(buffer.codes[line % 2], tokens.passes, tokens.pass_count, line,
-                             buffer.results[line % 2]);
+    multiply_line(buffer.codes[line % 2], tokens, line, buffer.results[line % 2]);
     if (line + 1 < lines) {
+      tokens.fetch(line + 1);
       if ((line + 1) % kPanelLines == 0) ahead = ahead_of(line + 1);
       unpack(line + 1);
     }
@@ -287,7 +302,7 @@ void up_few(const moe::Work& work, const moe::Group& group, int64_t begin, int64
   const moe::Layer& layer = *work.layer;
   FewBuffer& buffer = *reinterpret_cast<FewBuffer*>(memory);
   const FewTokens<F> tokens(work.packed_x, group, layer.hidden);
-  [[maybe_unused]] const TileScope scope;
+  [[maybe_unused]] const TileScope scope(tokens.columns);
   PairBias bias;
 
   with_up_rows<F>(work, group, begin, end, [&](const auto& rows) {
@@ -320,7 +335,7 @@ void down_few(const moe::Work& work, const moe::Group& group, int64_t begin, int
   const moe::Layer& layer = *work.layer;
   FewBuffer& buffer = *reinterpret_cast<FewBuffer*>(memory);
   const FewTokens<F> tokens(work.packed_inner, group, work.inner_end - work.inner_begin);
-  [[maybe_unused]] const TileScope scope;
+  [[maybe_unused]] const TileScope scope(tokens.columns);
   PairBias bias;
 
   with_down_rows<F>(work, group, begin, end, [&](const auto& rows) {
@@ -345,7 +360,7 @@ inline void pack_few(const moe::Group& group, int64_t index, int64_t columns, st
   const int64_t first = index * kBlockTokens<F>;
   pack_digits<kGroupsOf<F>>([&](int64_t t) { return row_at(group.begin + first + t); },
                             min_of(kBlockTokens<F>, group.count - first), columns,
-                            digit_block(packed, group, columns, index));
+                            digit_block<kGroupsOf<F>>(packed, group, columns, index));
 }
 
 // Groups of few tokens by Few, one of whose formats a matrix is in; more by W.

@@ -9,8 +9,9 @@
 
 namespace {
 
-// All eight tiles: 16 rows of 64 bytes. A constant and not a local: GCC's ldtilecfg tells the
-// compiler that it reads 8 bytes, which may then leave out the rest of a local.
+// All eight tiles: 16 rows of 64 bytes, but for results and operands of fewer columns: the first
+// four. Constants and not locals: GCC's ldtilecfg tells the compiler that it reads 8 bytes, which
+// may then leave out the rest of a local.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -18,7 +19,19 @@ struct alignas(64) TileConfig {
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-[[maybe_unused]] constexpr TileConfig kTileConfig;
+struct TileConfigs {
+  TileConfig of[8];  // two columns and more
+};
+constexpr TileConfigs tile_configs() {
+  TileConfigs configs{};
+  for (int i = 0; i < 8; ++i) {
+    for (int tile = 0; tile < 4; ++tile) {
+      configs.of[i].row_bytes[tile] = static_cast<uint16_t>(8 * (i + 1));
+    }
+  }
+  return configs;
+}
+[[maybe_unused]] constexpr TileConfigs kTileConfigs = tile_configs();
 
 #ifdef MOE_EMULATE_AMX
 
@@ -26,20 +39,26 @@ struct EmulatedTile {
   alignas(64) std::byte bytes[16][64];
 };
 thread_local EmulatedTile emulated_tiles[8];
+thread_local int64_t emulated_columns = 16;
 
+inline void emulated_zero(int tile) {
+  __builtin_memset(&emulated_tiles[tile], 0, sizeof(EmulatedTile));
+}
+inline size_t emulated_bytes(int tile) {
+  return tile < 4 ? static_cast<size_t>(4 * emulated_columns) : 64;
+}
 inline void emulated_load(int tile, const void* base, int64_t stride) {
+  emulated_zero(tile);
   for (int r = 0; r < 16; ++r) {
     __builtin_memcpy(emulated_tiles[tile].bytes[r],
-                     static_cast<const std::byte*>(base) + r * stride, 64);
+                     static_cast<const std::byte*>(base) + r * stride, emulated_bytes(tile));
   }
 }
 inline void emulated_store(int tile, void* base, int64_t stride) {
   for (int r = 0; r < 16; ++r) {
-    __builtin_memcpy(static_cast<std::byte*>(base) + r * stride, emulated_tiles[tile].bytes[r], 64);
+    __builtin_memcpy(static_cast<std::byte*>(base) + r * stride, emulated_tiles[tile].bytes[r],
+                     emulated_bytes(tile));
   }
-}
-inline void emulated_zero(int tile) {
-  __builtin_memset(&emulated_tiles[tile], 0, sizeof(EmulatedTile));
 }
 inline void emulated_multiply(int to, int a, int b) {
   for (int r = 0; r < 16; ++r) {
@@ -79,7 +98,9 @@ inline void emulated_multiply_bytes(int to, int a, int b) {
 #define MOE_TILE_MULTIPLY_BYTES(to, a, b) emulated_multiply_bytes(to, a, b)
 
 // Held while tiles are in use.
-struct TileScope {};
+struct TileScope {
+  explicit TileScope(int64_t columns = 16) { emulated_columns = columns; }
+};
 
 #else
 
@@ -91,7 +112,8 @@ struct TileScope {};
 
 // Held while tiles are in use: released tiles need not be saved on a context switch.
 struct TileScope {
-  TileScope() { _tile_loadconfig(&kTileConfig); }
+  // Of results and operands with so many columns, an even number.
+  explicit TileScope(int64_t columns = 16) { _tile_loadconfig(&kTileConfigs.of[columns / 2 - 1]); }
   ~TileScope() { _tile_release(); }
 };
 
