@@ -8,7 +8,9 @@
 #include "kernels/avx512/vec.h"
 // vec.h comes first.
 #include "kernels/activation.h"
+#include "kernels/amx/byte_codes.h"
 #include "kernels/amx/few_tokens.h"
+#include "kernels/amx/nibble_codes.h"
 
 namespace moe_tests {
 
@@ -73,8 +75,8 @@ void test_digits_of(Kind kind, int64_t columns, Random& random) {
   report(row.has_rests() == (kind == Kind::kLargeOnes), "rests beside large ones");
   for (int64_t k = 0; k < columns; k += kCodeColumns) {
     int8_t high[64], low[64], rest_high[64], rest_low[64];
-    const DigitPair digits = row.digits(k);
-    const DigitPair rests = row.rests(k);
+    const DigitPair digits = row.digits(k, NibbleColumnOrder::kOrder);
+    const DigitPair rests = row.rests(k, NibbleColumnOrder::kOrder);
     _mm512_storeu_si512(high, digits.high);
     _mm512_storeu_si512(low, digits.low);
     _mm512_storeu_si512(rest_high, rests.high);
@@ -116,18 +118,28 @@ struct Int4Scale {
   static double value(Type scale, float) { return static_cast<double>(V::to_float(scale)); }
 };
 
+struct Int8Scale {
+  using Type = float;
+  static Type draw(Random& random) { return 0.01f + random.uniform(); }
+  static double value(Type scale, float) { return static_cast<double>(scale); }
+};
+
+enum class Values { kInt4, kInt4WithZeros, kE2m1, kInt8 };
+
 // A matrix of two experts, of which the second is multiplied, of a format F.
-template <class F, class Scale, bool kZeros, bool kE2m1Codes>
+template <class F, class Scale, Values kValues>
 struct Weights {
   using Type = typename Scale::Type;
   static constexpr int64_t kExperts = 2;
+  static constexpr int64_t kGroup = int64_t{1} << F::kShift;
 
-  explicit Weights(int64_t columns, Random& random)
-      : groups(columns >> F::kShift),
-        codes(kExperts * kRows * columns / 2),
+  explicit Weights(int64_t columns_, Random& random)
+      : columns(columns_),
+        groups(kValues == Values::kInt8 ? 1 : columns >> F::kShift),
+        codes(kExperts * kRows * columns * F::kBits / 8),
         scales(kExperts * kRows * groups),
         zeros(kExperts * kRows / 2 * groups) {
-    for (int64_t i = 0; i < kExperts * kRows * columns / 2; ++i) {
+    for (int64_t i = 0; i < kExperts * kRows * columns * F::kBits / 8; ++i) {
       codes.data()[i] = static_cast<uint8_t>(random.bits());
     }
     for (int64_t i = 0; i < kExperts * kRows * groups; ++i) scales.data()[i] = Scale::draw(random);
@@ -135,7 +147,7 @@ struct Weights {
       zeros.data()[i] = static_cast<uint8_t>(random.bits());
     }
     matrix.weight = reinterpret_cast<const std::byte*>(codes.data());
-    matrix.row_bytes = columns / 2;
+    matrix.row_bytes = columns * F::kBits / 8;
     matrix.expert_bytes = kRows * matrix.row_bytes;
     matrix.rows = kRows;
     matrix.part_rows = kRows;
@@ -144,35 +156,45 @@ struct Weights {
     matrix.scale_expert_bytes = kRows * matrix.scale_row_bytes;
     matrix.scale_block_rows = 1;
     matrix.scale_part_rows = kRows;
-    matrix.scale_shift = F::kShift;
-    if (kZeros) matrix.zero = reinterpret_cast<const std::byte*>(zeros.data());
+    matrix.scale_shift = kValues == Values::kInt8 ? 63 : F::kShift;
+    if (kValues == Values::kInt4WithZeros) {
+      matrix.zero = reinterpret_cast<const std::byte*>(zeros.data());
+    }
     matrix.global = globals;
   }
 
   void set_to_nothing(int64_t row, int64_t k) {
-    uint8_t& byte = codes.data()[((kRows + row) * groups * kGroup + k) / 2];
-    const int zero = kE2m1Codes ? 0 : zero_point(row, k);
-    byte = static_cast<uint8_t>(k % 2 == 0 ? (byte & 0xf0) | zero : (byte & 0xf) | zero << 4);
-  }
-  int zero_point(int64_t row, int64_t k) const {
-    if (!kZeros) return 8;
-    return zeros.data()[(kRows / 2 + row / 2) * groups + k / kGroup] >> (row % 2 * 4) & 0xf;
+    uint8_t& byte = codes.data()[((kRows + row) * columns + k) * F::kBits / 8];
+    const int zero = kValues == Values::kE2m1 ? 0 : zero_point(row, k);
+    byte = static_cast<uint8_t>(kValues == Values::kInt8 ? 0
+                                : k % 2 == 0             ? (byte & 0xf0) | zero
+                                                         : (byte & 0xf) | zero << 4);
   }
   double at(int64_t row, int64_t k) const {
-    const int code = codes.data()[((kRows + row) * groups * kGroup + k) / 2] >> (k % 2 * 4) & 0xf;
-    const double scale =
-        Scale::value(scales.data()[(kRows + row) * groups + k / kGroup], globals[1]);
-    if (kE2m1Codes) return static_cast<double>(kE2m1[code % 8]) * (code < 8 ? scale : -scale);
+    const uint8_t byte = codes.data()[((kRows + row) * columns + k) * F::kBits / 8];
+    const int code = byte >> (k % 2 * 4) & 0xf;
+    const int64_t group = kValues == Values::kInt8 ? 0 : k / kGroup;
+    const double scale = Scale::value(scales.data()[(kRows + row) * groups + group], globals[1]);
+    if (kValues == Values::kInt8) return static_cast<int8_t>(byte) * scale;
+    if (kValues == Values::kE2m1) {
+      return static_cast<double>(kE2m1[code % 8]) * (code < 8 ? scale : -scale);
+    }
     return (code - zero_point(row, k)) * scale;
   }
 
-  static constexpr int64_t kGroup = int64_t{1} << F::kShift;
+  int64_t columns;
   int64_t groups;
   Memory<uint8_t> codes;
   Memory<Type> scales;
   Memory<uint8_t> zeros;
   const float globals[kExperts] = {7.0f, 0.3f};
   moe::Matrix matrix{};
+
+ private:
+  int zero_point(int64_t row, int64_t k) const {
+    if (kValues != Values::kInt4WithZeros) return 8;
+    return zeros.data()[(kRows / 2 + row / 2) * groups + k / kGroup] >> (row % 2 * 4) & 0xf;
+  }
 };
 
 constexpr int64_t kMostColumns = 2304;
@@ -222,48 +244,54 @@ void multiply(const moe::Matrix& matrix, int64_t k_begin, int64_t columns, bool 
   }
 }
 
-template <class F, class Scale, bool kZeros, bool kE2m1Codes>
-void test_format(Random& random) {
-  constexpr int64_t kGroup = int64_t{1} << F::kShift;
+// Rows of so many columns, from the first one and from a later one on.
+template <class F, class Scale, Values kValues>
+void test_columns(int64_t columns, Random& random) {
   constexpr int64_t kMost = kMostFewTokens<F>;
   static float x[kMost][kMostColumns];
   static float out[kMost][kRows];
   static float others[kMost][kRows];
-  for (const int64_t columns :
-       {kGroup, 3 * kGroup, 5 * kGroup, int64_t{1024}, 1024 + kGroup, int64_t{2176}}) {
-    for (const int64_t k_begin : {int64_t{0}, kGroup}) {
-      Weights<F, Scale, kZeros, kE2m1Codes> weights(k_begin + columns, random);
+  for (const int64_t k_begin : {int64_t{0}, int64_t{1} << F::kShift}) {
+    Weights<F, Scale, kValues> weights(k_begin + columns, random);
+    for (int64_t r = 0; r < kRows; ++r) {
+      for (int64_t k = 0; k < columns; k += 8) weights.set_to_nothing(r, k_begin + k);
+    }
+    const auto kind = [](int64_t t) { return static_cast<Kind>(t % 5 < 4 ? t % 4 : 0); };
+    for (int64_t t = 0; t < kMost; ++t) fill(kind(t), columns, x[t], random);
+    multiply<F>(weights.matrix, k_begin, columns, false, x, kMost, out);
+    for (int64_t t = 0; t < kMost; ++t) {
+      double apart = 0, norm = 0;
       for (int64_t r = 0; r < kRows; ++r) {
-        for (int64_t k = 0; k < columns; k += 8) weights.set_to_nothing(r, k_begin + k);
-      }
-      const auto kind = [](int64_t t) { return static_cast<Kind>(t % 5 < 4 ? t % 4 : 0); };
-      for (int64_t t = 0; t < kMost; ++t) fill(kind(t), columns, x[t], random);
-      multiply<F>(weights.matrix, k_begin, columns, false, x, kMost, out);
-      for (int64_t t = 0; t < kMost; ++t) {
-        double apart = 0, norm = 0;
-        for (int64_t r = 0; r < kRows; ++r) {
-          double exact = 0;
-          for (int64_t k = 0; k < columns; ++k) {
-            exact += weights.at(r, k_begin + k) * static_cast<double>(x[t][k]);
-          }
-          const double off = static_cast<double>(out[t][r]) - exact;
-          apart += off * off;
-          norm += exact * exact;
+        double exact = 0;
+        for (int64_t k = 0; k < columns; ++k) {
+          exact += weights.at(r, k_begin + k) * static_cast<double>(x[t][k]);
         }
-        report(apart <= 2e-4 * 2e-4 * norm, "products of few tokens");
+        const double off = static_cast<double>(out[t][r]) - exact;
+        apart += off * off;
+        norm += exact * exact;
       }
-      // A token's sums are the same bits in any company, in whatever tile the row is.
-      for (const int64_t count : {int64_t{1}, int64_t{2}, kMost - 1}) {
-        for (int64_t t = 0; t + count <= kMost; ++t) {
-          multiply<F>(weights.matrix, k_begin, columns, t % 2 == 0, x + t, count, others);
-          for (int64_t i = 0; i < count; ++i) {
-            for (int64_t r = 0; r < kRows; ++r) {
-              report(others[i][r] == out[t + i][r], "a token's sums by themselves");
-            }
+      report(apart <= 2e-4 * 2e-4 * norm, "products of few tokens");
+    }
+    // A token's sums are the same bits in any company, in whatever tile the row is.
+    for (const int64_t count : {int64_t{1}, int64_t{2}, kMost - 1}) {
+      for (int64_t t = 0; t + count <= kMost; ++t) {
+        multiply<F>(weights.matrix, k_begin, columns, t % 2 == 0, x + t, count, others);
+        for (int64_t i = 0; i < count; ++i) {
+          for (int64_t r = 0; r < kRows; ++r) {
+            report(others[i][r] == out[t + i][r], "a token's sums by themselves");
           }
         }
       }
     }
+  }
+}
+
+template <class F, class Scale, Values kValues>
+void test_format(Random& random) {
+  constexpr int64_t kGroup = int64_t{1} << F::kShift;
+  for (const int64_t groups :
+       {int64_t{1}, int64_t{3}, int64_t{5}, 1024 / kGroup, 1024 / kGroup + 1, 2176 / kGroup}) {
+    test_columns<F, Scale, kValues>(groups * kGroup, random);
   }
 }
 
@@ -278,14 +306,17 @@ void test_digits() {
       test_digits_of(static_cast<Kind>(kind), columns, random);
     }
   }
-  test_format<Int4Codes<5, false>, Int4Scale, false, false>(random);
-  test_format<Int4Codes<6, false>, Int4Scale, false, false>(random);
-  test_format<Int4Codes<7, false>, Int4Scale, false, false>(random);
-  test_format<Int4Codes<5, true>, Int4Scale, true, false>(random);
-  test_format<Int4Codes<6, true>, Int4Scale, true, false>(random);
-  test_format<Int4Codes<7, true>, Int4Scale, true, false>(random);
-  test_format<Mxfp4Codes, MxfpScale, false, true>(random);
-  test_format<Nvfp4Codes, NvfpScale, false, true>(random);
+  test_format<Int4Codes<5, false>, Int4Scale, Values::kInt4>(random);
+  test_format<Int4Codes<6, false>, Int4Scale, Values::kInt4>(random);
+  test_format<Int4Codes<7, false>, Int4Scale, Values::kInt4>(random);
+  test_format<Int4Codes<5, true>, Int4Scale, Values::kInt4WithZeros>(random);
+  test_format<Int4Codes<6, true>, Int4Scale, Values::kInt4WithZeros>(random);
+  test_format<Int4Codes<7, true>, Int4Scale, Values::kInt4WithZeros>(random);
+  test_format<Mxfp4Codes, MxfpScale, Values::kE2m1>(random);
+  test_format<Nvfp4Codes, NvfpScale, Values::kE2m1>(random);
+  for (const int64_t columns : {1, 30, 65, 100, 191, 1100, 2176}) {
+    test_columns<Int8Codes, Int8Scale, Values::kInt8>(columns, random);
+  }
 }
 
 }  // namespace moe_tests

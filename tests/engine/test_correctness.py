@@ -301,7 +301,7 @@ def test_activations_of_very_different_sizes(
 FOUR_BITS = (Format.INT4, Format.MXFP4, Format.NVFP4)
 
 
-WITH_SCALED_OPERANDS = (*FOUR_BITS, Format.FP8_BLOCK, Format.FP8_CHANNEL)
+WITH_SCALED_OPERANDS = (*FOUR_BITS, Format.FP8_BLOCK, Format.FP8_CHANNEL, Format.INT8_CHANNEL)
 
 
 @pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)
@@ -325,6 +325,26 @@ def test_activations_beside_large_ones_that_weigh_nothing(
         x, ids, weights = random_batch(spec, rows, 1, (0, 1), generator)
         x[:, ::8] = size
         check(engine, spec, shard, (x, ids, weights))
+
+
+@pytest.mark.parametrize(
+    "format", [*FOUR_BITS, Format.INT4_ZEROS, Format.INT8_CHANNEL], ids=lambda f: f.value
+)
+def test_few_tokens_are_computed_as_if_alone(
+    engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator, format: Format
+) -> None:
+    if engine.isa != "amx":
+        pytest.skip("how many rows pass together decides the order of sums")
+    spec = make_spec(320, 160, format, bias=True)
+    x, ids, weights = random_batch(spec, 8, 2, (0, 3), generator)
+    x[2, ::8] = 1e4  # of more digits than the others
+    plan = engine.plan(spec, make_shard(spec, 3), max_tokens=8, top_k=2)
+    together = torch.empty(x.shape)
+    plan.run(x, ids, weights, together)
+    for t in range(8):
+        alone = torch.empty(1, spec.hidden)
+        plan.run(x[t : t + 1], ids[t : t + 1], weights[t : t + 1], alone)
+        assert torch.equal(alone[0], together[t])
 
 
 @pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)

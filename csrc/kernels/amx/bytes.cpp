@@ -3,7 +3,8 @@
 #include "kernels/activation.h"
 #include "kernels/formats/fp8_halves.h"
 // After the formats.
-#include "kernels/amx/body.h"
+#include "kernels/amx/byte_codes.h"
+#include "kernels/amx/few_tokens.h"
 #include "kernels/amx/weights.h"
 
 namespace moe::amx {
@@ -12,10 +13,8 @@ const Kernels* bytes(Format format) {
   switch (format) {
     case Format::kFp8:
       return &kTileKernels<Fp8Halves, Fp8Tiles>;
-    // By bf16 tiles too: int8 tiles would need the activations rounded to 8 bits, which costs more
-    // accuracy than the format itself.
     case Format::kInt8:
-      return &kTileKernels<Bytes<Format::kInt8>, Int8Tiles>;
+      return &EitherTiles<Int8Codes, Int8Tiles>::kKernels;
     default:
       return nullptr;
   }

@@ -3,11 +3,12 @@
 // that is much larger, would be left with few bits, two more digits have what was rounded away. So
 // what tiles multiply and add is exact, and a sum is the same whatever comes with it.
 //
-// A row of a weights' tile has 64 codes, their even columns first (see nibble_codes.h), of kGroups
-// groups that have a scale each. A product adds up all 64: so a column of the result is a token's
-// digit of one group, whose operands are zero in the others' columns. A block is as many tokens as
-// fill the 16 columns of a tile, [token][digit][group]; of 128 columns, which are a cache line of a
-// row of weights, it has two tiles, and behind all of these as many of what was rounded away.
+// A row of a weights' tile has 64 codes, in an order that is the format's, of kGroups groups that
+// have a scale each (the order is that of nibble_codes.h then, even columns first). A product adds
+// up all 64: so a column of the result is a token's digit of one group, whose operands are zero in
+// the others' columns. A block is as many tokens as fill the 16 columns of a tile,
+// [token][digit][group]; of 128 columns, which are a cache line of a row of weights, it has two
+// tiles, and behind all of these as many of what was rounded away.
 #pragma once
 
 #include <type_traits>
@@ -78,15 +79,13 @@ inline __m512 load_elements(const moe::Bf16* row, int64_t k, int64_t columns) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-// The low bytes of 64 words: of the even columns, then of the odd ones.
-constexpr ByteIndices even_then_odd() {
+// Of 64 columns' words, the low bytes: of column_at(0), column_at(1), ...
+template <class ColumnAt>
+constexpr ByteIndices low_bytes(const ColumnAt& column_at) {
   ByteIndices indices{};
-  for (int i = 0; i < 64; ++i) {
-    indices.index[i] = static_cast<uint8_t>(2 * (i < 32 ? 2 * i : 2 * (i - 32) + 1));
-  }
+  for (int i = 0; i < 64; ++i) indices.index[i] = static_cast<uint8_t>(2 * column_at(i));
   return indices;
 }
-constexpr ByteIndices kCodeOrder = even_then_odd();
 
 // Of 64 columns: numbers are 256 high + low.
 struct DigitPair {
@@ -123,12 +122,12 @@ class WholeRow {
   bool has_rests() const { return has_rests_; }
 
   // Of the 64 columns from k on, in the order of the codes.
-  DigitPair digits(int64_t k) const {
-    return digits_of([&](int64_t i) { return scaled(k + i); });
+  DigitPair digits(int64_t k, const ByteIndices& order) const {
+    return digits_of(order, [&](int64_t i) { return scaled(k + i); });
   }
   // What was rounded away, by kRestUnit.
-  DigitPair rests(int64_t k) const {
-    return digits_of([&](int64_t i) {
+  DigitPair rests(int64_t k, const ByteIndices& order) const {
+    return digits_of(order, [&](int64_t i) {
       const __m512 value = scaled(k + i);
       const __m512 rest = _mm512_sub_ps(value, _mm512_cvtepi32_ps(_mm512_cvtps_epi32(value)));
       return _mm512_mul_ps(rest, V::set(1.0f / kRestUnit));
@@ -148,7 +147,7 @@ class WholeRow {
 
   // Of values_at(i), 16 from the i-th of 64 on, rounded.
   template <class ValuesAt>
-  static DigitPair digits_of(const ValuesAt& values_at) {
+  static DigitPair digits_of(const ByteIndices& order, const ValuesAt& values_at) {
     const auto words = [&](int64_t i) {
       const __m256i low = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(values_at(i)));
       const __m256i high = _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(values_at(i + kTile)));
@@ -160,9 +159,9 @@ class WholeRow {
     };
     const __m512i first = words(0);
     const __m512i second = words(2 * kTile);
-    const __m512i order = _mm512_load_si512(kCodeOrder.index);
-    return {_mm512_permutex2var_epi8(high(first), order, high(second)),
-            _mm512_permutex2var_epi8(first, order, second)};
+    const __m512i bytes = _mm512_load_si512(order.index);
+    return {_mm512_permutex2var_epi8(high(first), bytes, high(second)),
+            _mm512_permutex2var_epi8(first, bytes, second)};
   }
 
   // Whether most of them, zeros aside, have less than 7 bits of the 15. What is lost of a few is
@@ -223,7 +222,7 @@ inline void pack_line(const DigitsAt& digits_at, int64_t tokens, int64_t k, cons
 // The rows of a block's tokens, row_at(t), each of so many columns.
 template <int kGroups, class RowAt>
 inline void pack_digits(const RowAt& row_at, int64_t tokens, int64_t columns,
-                        const DigitBlock& block) {
+                        const ByteIndices& order, const DigitBlock& block) {
   using Row = WholeRow<std::remove_cvref_t<decltype(*row_at(0))>>;
   DigitBlock::Header& header = block.header();
   header = {};
@@ -234,13 +233,13 @@ inline void pack_digits(const RowAt& row_at, int64_t tokens, int64_t columns,
     header.has_rests = header.has_rests || rows[t].has_rests();
   }
   for (int64_t line = 0; line < block.lines; ++line) {
-    const auto digits = [&](int64_t t, int64_t k) { return rows[t].digits(k); };
+    const auto digits = [&](int64_t t, int64_t k) { return rows[t].digits(k, order); };
     const int64_t at = line * block.line_bytes();
     pack_line<kGroups>(digits, tokens, line * kLineColumns, block, block.digits() + at);
     if (!header.has_rests) continue;
     // Nothing of tokens that have none: their sums are what they are by themselves.
     const auto rests = [&](int64_t t, int64_t k) {
-      if (rows[t].has_rests()) return rows[t].rests(k);
+      if (rows[t].has_rests()) return rows[t].rests(k, order);
       return DigitPair{_mm512_setzero_si512(), _mm512_setzero_si512()};
     };
     pack_line<kGroups>(rests, tokens, line * kLineColumns, block, block.rests() + at);

@@ -1,7 +1,13 @@
-// Groups of few tokens by 8-bit tiles: weights of nibble_codes.h by tokens of digits.h.
+// Groups of few tokens by 8-bit tiles: weights of codes, which are small whole numbers, by tokens
+// of digits.h.
 //
-// Two tiles of 16 rows of weights pass over all the group's blocks, a line (128 columns, 64 bytes
-// of each row) at a time: unpacked to four tiles in L1, multiplied, and the results, which are
+// A format F has rows (Row, row, address); kBits, those of a code; `codes` of the 64 columns from k
+// on, of which `left` are there, in kOrder; kShift, log2 of the columns that share a scale, or of a
+// line's; `scales` of so many groups from column k on, as floats; kUnit, what 1 of the products of
+// code and scale stands for. Of several that a matrix may be in, `choose` finds the one.
+//
+// Two tiles of 16 rows of weights pass over all the group's blocks, a line (128 columns)
+// at a time: unpacked to four tiles in L1, multiplied, and the results, which are
 // whole numbers, converted, multiplied by the rows' scales and added to floats. What is stored by
 // vectors and loaded as a tile, or the other way round, waits for the cache: so a line is unpacked
 // while the tiles of the one before are multiplied, and behind them the results of the one before
@@ -10,7 +16,7 @@
 #pragma once
 
 #include "kernels/amx/body.h"
-#include "kernels/amx/nibble_codes.h"
+#include "kernels/amx/digits.h"
 
 namespace {
 
@@ -89,28 +95,24 @@ struct FewTokens {
 
 // Of one row, 128 columns from k on, of which `left` are there: to two tiles.
 template <class F>
-[[gnu::always_inline]] inline void unpack_row(const NibbleRow& row, int64_t k, int64_t left,
+[[gnu::always_inline]] inline void unpack_row(const typename F::Row& row, int64_t k, int64_t left,
                                               std::byte* to) {
-  const uint8_t* from = row.weight + k / 2;
-  // The next line into L1; it is in L2 by then.
-  __builtin_prefetch(from + kLineColumns / 2, 0, 3);
 #pragma GCC unroll 2
   for (int64_t part = 0; part < 2; ++part) {
+    const int64_t column = k + part * kCodeColumns;
     const int64_t there = left - part * kCodeColumns;
     if (there <= 0) break;  // what is in the tile then is multiplied by zeros
-    const auto* at = reinterpret_cast<const __m256i*>(from + part * kCodeColumns / 2);
-    const __m256i bytes =
-        there >= kCodeColumns
-            ? _mm256_loadu_si256(at)
-            : _mm256_maskz_loadu_epi8(static_cast<__mmask32>((1u << (there + 1) / 2) - 1), at);
-    const __m512i codes = F::values(row, k + part * kCodeColumns, there, nibbles_of(bytes));
-    _mm512_store_si512(to + part * kTileBytes, codes);
+    // The next line into L1; it is in L2 by then.
+    if (part * kCodeColumns * F::kBits % 512 == 0) {
+      __builtin_prefetch(F::address(row, column + kLineColumns), 0, 3);
+    }
+    _mm512_store_si512(to + part * kTileBytes, F::codes(row, column, there));
   }
 }
 
 // Of two tiles of rows: to [row tile][64 columns].
 template <class F>
-[[gnu::always_inline]] inline void unpack_rows(const NibbleRow* rows, int64_t k, int64_t left,
+[[gnu::always_inline]] inline void unpack_rows(const typename F::Row* rows, int64_t k, int64_t left,
                                                std::byte* to, Ahead& ahead) {
   for (int64_t turn = 0; turn < kUnpackTurns; ++turn) {
     ahead.fetch();
@@ -122,7 +124,7 @@ template <class F>
   }
 }
 template <class F>
-inline void unpack_line(const NibbleRow* rows, int64_t k, int64_t left, std::byte* to,
+inline void unpack_line(const typename F::Row* rows, int64_t k, int64_t left, std::byte* to,
                         Ahead& ahead) {
   if (left >= kLineColumns) {
     unpack_rows<F>(rows, k, kLineColumns, to, ahead);
@@ -244,7 +246,7 @@ inline void multiply_few(const Rows& rows, int64_t i, const FewTokens<F>& tokens
   const TilePair pair = rows.pair_at(i);
   const int64_t lines = line_count(rows.columns);
   // Rows that are not there are others' once more.
-  NibbleRow row[2 * kTile];
+  typename F::Row row[2 * kTile];
   for (int64_t r = 0; r < kTile; ++r) {
     const int64_t first = pair.first + min_of(r, pair.first_rows - 1) * rows.step;
     const int64_t second =
@@ -359,7 +361,7 @@ inline void pack_few(const moe::Group& group, int64_t index, int64_t columns, st
                      const RowAt& row_at) {
   const int64_t first = index * kBlockTokens<F>;
   pack_digits<kGroupsOf<F>>([&](int64_t t) { return row_at(group.begin + first + t); },
-                            min_of(kBlockTokens<F>, group.count - first), columns,
+                            min_of(kBlockTokens<F>, group.count - first), columns, F::kOrder,
                             digit_block<kGroupsOf<F>>(packed, group, columns, index));
 }
 

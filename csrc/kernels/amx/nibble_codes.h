@@ -5,11 +5,6 @@
 // shifted by a nibble: so the first has the even columns in its low nibbles, the second the odd
 // ones. A table of the 16 values, four times, looks them up (VBMI): six bits are read, and what is
 // above a nibble need not be masked. Two instructions for 64 codes, loads and stores aside.
-//
-// A format has, beside its rows: kShift, log2 of the columns that share a scale; `values` of the
-// nibbles of 64 columns from k on, of which `left` are there; kUnit, what 1 of them stands for; and
-// `scales`, those of `groups` groups from column k on as floats. Of many that a matrix may be in,
-// `choose` finds the one.
 #pragma once
 
 #include "kernels/amx/digits.h"
@@ -18,11 +13,23 @@
 
 namespace {
 
-[[gnu::always_inline]] inline __m512i nibbles_of(__m256i bytes) {
+// Of 64 columns from k on, of which `left` are there.
+[[gnu::always_inline]] inline __m512i load_nibbles(const NibbleRow& row, int64_t k, int64_t left) {
   const __m512i shifts = _mm512_set_epi64(0x0004000400040004, 0x0004000400040004,
                                           0x0004000400040004, 0x0004000400040004, 0, 0, 0, 0);
+  const auto* from = reinterpret_cast<const __m256i*>(row.weight + k / 2);
+  const __m256i bytes =
+      left >= kCodeColumns
+          ? _mm256_loadu_si256(from)
+          : _mm256_maskz_loadu_epi8(static_cast<__mmask32>((1u << (left + 1) / 2) - 1), from);
   return _mm512_srlv_epi16(_mm512_broadcast_i64x4(bytes), shifts);
 }
+
+struct NibbleColumnOrder {
+  static constexpr int64_t kBits = 4;
+  static constexpr ByteIndices kOrder =
+      low_bytes([](int i) { return i < 32 ? 2 * i : 2 * i - 63; });
+};
 
 // Those of a group of the 64 columns.
 template <int kGroups>
@@ -35,12 +42,12 @@ constexpr __mmask64 group_bytes(int group) {
 }
 
 template <int kColumnsShift, bool kZeros>
-struct Int4Codes : Int4Rows<moe::Bf16> {
+struct Int4Codes : Int4Rows<moe::Bf16>, NibbleColumnOrder {
   static constexpr int kShift = kColumnsShift;
   static constexpr float kUnit = 1.0f;
 
-  [[gnu::always_inline]] static __m512i values(const NibbleRow& row, int64_t k, int64_t left,
-                                               __m512i nibbles) {
+  [[gnu::always_inline]] static __m512i codes(const NibbleRow& row, int64_t k, int64_t left) {
+    const __m512i nibbles = load_nibbles(row, k, left);
     if constexpr (kZeros) {
       constexpr int kGroups = kGroupsOfTile<kShift>;
       __m512i values = _mm512_permutexvar_epi8(nibbles, table(row, k >> kShift));
@@ -90,12 +97,11 @@ inline __m128i load_scale_bytes(const std::byte* scales, int64_t group, int64_t 
 }
 
 template <class F>
-struct E2m1Codes {
+struct E2m1Codes : NibbleColumnOrder {
   static constexpr float kUnit = 0.5f;
 
-  [[gnu::always_inline]] static __m512i values(const NibbleRow&, int64_t, int64_t,
-                                               __m512i nibbles) {
-    return _mm512_permutexvar_epi8(nibbles, _mm512_load_si512(kE2m1Bytes.value));
+  [[gnu::always_inline]] static __m512i codes(const NibbleRow& row, int64_t k, int64_t left) {
+    return _mm512_permutexvar_epi8(load_nibbles(row, k, left), _mm512_load_si512(kE2m1Bytes.value));
   }
   static void scales(const NibbleRow& row, int64_t k, int64_t groups, float* to) {
     const std::byte* from = row.scale + (k >> F::kShift);

@@ -3,6 +3,7 @@
 #include "kernels/activation.h"
 // After it.
 #include "kernels/amx/few_tokens.h"
+#include "kernels/amx/nibble_codes.h"
 #include "kernels/amx/nibble_weights.h"
 
 namespace moe::amx {

@@ -31,7 +31,6 @@ struct Bf16Tiles : Bf16Pairs, NaturalColumns {
 
 struct Int8Tiles : Bytes<moe::Format::kInt8>, NaturalColumns {
   static constexpr bool kIsTileRow = false;
-  static constexpr int64_t kPackedTokens = 8;
   using State = NoState;
   static void unpack(const Row& row, int64_t columns, std::byte* to, State&) {
     for (int64_t c = 0; c < columns; c += kTileColumns, to += kTileBytes) {

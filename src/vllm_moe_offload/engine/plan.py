@@ -15,11 +15,12 @@ class ExpertPlan:
 
     Products accumulate in float32. The activated intermediate rows stay float32 too, except where
     the inputs are bf16 and the instruction set multiplies bf16 (avx512_bf16, but for INT8; amx, for
-    bf16 weights, and for others where an expert has 8 tokens or more, 17 of INT4 and MXFP4, 9 of
-    NVFP4): there they are rounded to bf16. By weights of 4 bits, avx512_vnni multiplies activations
-    rounded to 15 bits of the largest of each 8, and amx, for fewer tokens, to 15 bits of the
-    largest of the token, or 30 where that would leave most of them few: both are finer. Sums run in
-    a fixed order: the result does not depend on the thread count.
+    bf16 weights, and for others where an expert has 8 tokens or more, 17 of INT4, MXFP4 and INT8, 9
+    of NVFP4): there they are rounded to bf16. By weights of 4 bits, avx512_vnni multiplies
+    activations rounded to 15 bits of the largest of each 8. By those and INT8, for fewer tokens,
+    amx multiplies them rounded to 15 bits of the token's largest, or 30 where that would leave most
+    of them few. Both are finer than bf16. Sums run in a fixed order: the result does not depend on
+    the thread count.
     """
 
     def __init__(
