@@ -6,13 +6,13 @@
 // line's; `scales` of so many groups from column k on, as floats; kUnit, what 1 of the products of
 // code and scale stands for. Of several that a matrix may be in, `choose` finds the one.
 //
-// Two tiles of 16 rows of weights pass over all the group's blocks, a line (128 columns)
-// at a time: unpacked to four tiles in L1, multiplied, and the results, which are
-// whole numbers, converted, multiplied by the rows' scales and added to floats. What is stored by
-// vectors and loaded as a tile, or the other way round, waits for the cache: so a line is unpacked
-// while the tiles of the one before are multiplied, and behind them the results of the one before
-// that are added. For each row and line: 4 vector instructions to unpack, and for each tile of
-// operands 2 to add, or 4 where the line's two tiles of codes have scales of their own.
+// Two tiles of 16 rows of weights pass over all the group's blocks, a line (128 columns) at a time:
+// unpacked to four tiles in L1, multiplied, and the results, which are whole numbers, converted,
+// multiplied by the rows' scales and added to floats. What is stored by vectors and loaded as a
+// tile, or the other way round, waits for the cache: so a line is unpacked while the tiles of the
+// one before are multiplied, and behind them the results of the one before that are added. For each
+// row and line of nibbles: 4 vector instructions to unpack, and for each pass 2 to add, or 4 where
+// the line's two tiles of codes have scales of their own.
 #pragma once
 
 #include "kernels/amx/body.h"
@@ -21,7 +21,7 @@
 namespace {
 
 // Columns of a row whose scales are converted at once, and whose weights are fetched at once: 512
-// bytes that lie together, while those before are multiplied.
+// bytes of nibbles that lie together, while those before are multiplied.
 constexpr int64_t kCodePanel = 1024;
 constexpr int64_t kPanelLines = kCodePanel / kLineColumns;
 
@@ -284,6 +284,7 @@ inline void multiply_few(const Rows& rows, int64_t i, const FewTokens<F>& tokens
                 tokens.pass_count);
   };
 
+  tokens.fetch(0);
   unpack(0);
   for (int64_t line = 0; line < lines; ++line) {
     multiply_line(buffer.codes[line % 2], tokens, line, buffer.results[line % 2]);
