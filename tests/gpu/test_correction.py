@@ -14,11 +14,12 @@ pytest.importorskip("vllm")
 from tests.e2e.engines import decoded, engine, stats
 from tests.gpu import checkpoints
 from tests.gpu.drawing import CAPTURED, SIZES, prompts
+from tests.gpu.oracle import checked_layers
 from tests.gpu.test_captured import SLOTS
 from vllm_moe_offload import moe_offload_args
 from vllm_moe_offload.integration import share
 from vllm_moe_offload.lanes.meter import LaneMeter
-from vllm_moe_offload.planning import LaneRates
+from vllm_moe_offload.planning import LaneRates, fetch_limits
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +61,7 @@ def test_the_rates_become_the_machines(
 def test_rates_of_a_busy_start_are_measured_again(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two captured steps, as at the start."""
+    """In an engine whose steps are captured, as at the start."""
     measure = share.measure_rates
     busy = LaneRates(1e9, 1e9, 1e9, 1e9)
     monkeypatch.setattr(share, "measure_rates", lambda *_: busy)
@@ -70,6 +71,7 @@ def test_rates_of_a_busy_start_are_measured_again(
         before = stats(llm)
         monkeypatch.setattr(share, "measure_rates", measure)
         llm.collective_rpc("moe_offload_measure")
+        (limits,) = {tuple(each.layer.captured._limits) for each in checked_layers(llm)}
         decoded(llm, prompts()[2], 40)
         now = stats(llm)
     rates = LaneRates(**now["rates_now"])
@@ -77,4 +79,6 @@ def test_rates_of_a_busy_start_are_measured_again(
     assert LaneRates(**before["rates_now"]) == busy
     assert now["rates"] == now["rates_now"]
     assert min(astuple(rates)) > 4e9, "of any machine with a GPU like these tests'"
+    assert limits == tuple(fetch_limits(rates, len(limits) - 1))
+    assert limits != tuple(fetch_limits(busy, len(limits) - 1))
     assert 0 < now["cpu_experts"] < now["misses"]

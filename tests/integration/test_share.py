@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,9 @@ pytest.importorskip("triton")
 from vllm_moe_offload import ConfigError
 from vllm_moe_offload.config import OffloadConfig
 from vllm_moe_offload.engine import CpuExpertEngine
+from vllm_moe_offload.integration import runtime as worker
 from vllm_moe_offload.integration import share as module
+from vllm_moe_offload.integration.metrics import DecodeClock, Reporter, Totals
 from vllm_moe_offload.integration.runtime import OffloadRuntime
 from vllm_moe_offload.integration.share import CpuShare
 from vllm_moe_offload.planning import LaneRates, LaneUse, fetch_limits
@@ -89,6 +94,27 @@ def test_measured_again_the_layers_are_split_by_what_is_measured_then(
     assert layers["a"].limits.tolist() == fetch_limits(RATES, 8).tolist()
 
 
+def test_slots_that_measuring_has_written_to_hold_nothing_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any) -> LaneRates:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "measure_rates", lambda *_: RATES)
+    layers = {"a": Layer(4, 8, 10)}
+    lanes = {"a": SimpleNamespace(plan=None)}
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="hybrid")
+        share.measure(layers, lanes)  # type: ignore[arg-type]
+        layers["a"].invalidated = False
+        monkeypatch.setattr(module, "measure_rates", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            share.measure(layers, lanes)  # type: ignore[arg-type]
+        share.close()
+    assert layers["a"].invalidated
+    assert share.rates == RATES
+
+
 @pytest.mark.parametrize(
     ("rates", "is_measured", "is_refused"),
     [(RATES, None, False), (RATES, False, False), (None, True, False), (None, False, True)],
@@ -97,27 +123,100 @@ def test_a_worker_measures_again_what_it_has_measured(
     rates: LaneRates | None, is_measured: bool | None, is_refused: bool
 ) -> None:
     done: list[Any] = []
-    runtime = OffloadRuntime.__new__(OffloadRuntime)
-    runtime._modules, runtime._cpu_lanes, runtime._max_tokens = {}, {}, 512
+    runtime = fake_worker(SimpleNamespace(num_slots=2, num_experts=4, reset_counters=lambda: None))
     runtime._share = SimpleNamespace(  # type: ignore[assignment]
-        rates=rates, measure=lambda *_: done.append("rates")
+        rates=rates,
+        measure=lambda *_: done.append(("rates", torch.is_inference_mode_enabled())),
+        restart=lambda: done.append("counts"),
     )
     if is_measured is not None:
         runtime._streaming = SimpleNamespace(  # type: ignore[assignment]
-            is_measured=is_measured, settle=lambda *given: done.append(given[4])
+            is_measured=is_measured,
+            settle=lambda *given: done.append(given[4]),
+            reset_stats=lambda: None,
         )
-    else:
-        runtime._streaming = None
     runtime.check = lambda: done.append("checked")  # type: ignore[method-assign]
-    runtime.reset_stats = lambda: done.append("counts")  # type: ignore[method-assign]
     if is_refused:
-        with pytest.raises(ValueError, match="nothing was measured when this engine started"):
+        with pytest.raises(ValueError, match="nothing is measured in this engine"):
             runtime.measure()
         assert not done
         return
     runtime.measure()
     has_tail = [] if is_measured is None else [rates is not None]
-    assert done == ["rates", *has_tail, "checked", "counts"]
+    assert done == [("rates", True), *has_tail, "checked", "counts"]
+
+
+def test_where_every_expert_has_a_slot_nothing_is_measured() -> None:
+    runtime = fake_worker(SimpleNamespace(num_slots=4, num_experts=4))
+    runtime._share = SimpleNamespace(rates=RATES)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="nothing is measured in this engine"):
+        runtime.measure()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_measuring_does_is_not_counted(fails: bool, tmp_path: Path) -> None:
+    """Nor is the time it takes a decode step's; whoever reports meanwhile waits."""
+    counted, threads = Totals(), []
+
+    def measure(*_: Any) -> None:
+        nonlocal counted
+        threads.append(threading.Thread(target=runtime._reporter.report))
+        threads[-1].start()
+        threads[-1].join(0.2)
+        counted = Totals(steps=9)
+        if fails:
+            raise RuntimeError("the bus is gone")
+
+    def reset() -> None:
+        nonlocal counted
+        counted = Totals()
+
+    runtime = fake_worker(SimpleNamespace(num_slots=2, num_experts=4, reset_counters=reset))
+    runtime._share = SimpleNamespace(  # type: ignore[assignment]
+        rates=RATES, measure=measure, restart=lambda: None
+    )
+    runtime.check = lambda: None  # type: ignore[method-assign]
+    runtime._reporter = Reporter(lambda: counted, tmp_path)
+    runtime._clock.begin(3, False, 10.0)
+    counted = Totals(steps=5)
+    with pytest.raises(RuntimeError, match="bus is gone") if fails else nullcontext():
+        runtime.measure()
+    (thread,) = threads
+    thread.join()
+    counted = Totals(steps=1)
+    runtime._reporter.report()
+    assert runtime._reporter._sums["steps"] == 6
+    runtime._clock.begin(3, True, 99.0)
+    assert runtime._clock.seconds == 0.0
+
+
+def fake_worker(layer: Any) -> OffloadRuntime:
+    """As much of a worker as measuring looks at."""
+    runtime = OffloadRuntime.__new__(OffloadRuntime)
+    runtime._modules = {"a": SimpleNamespace(offload=layer)}  # type: ignore[dict-item]
+    runtime._cpu_lanes, runtime._max_tokens = {}, 512
+    runtime._streaming = runtime._reporter = runtime.prefetch = None
+    runtime._clock = DecodeClock(64)
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("share", "is_measured", "is_said"),
+    [(0.3, True, True), (0.05, True, False), (0.3, False, False)],
+)
+def test_a_busy_start_is_said(
+    share: float, is_measured: bool, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(worker, "Neighbours", lambda: SimpleNamespace(share=lambda: share, cpus=16))
+    monkeypatch.setattr(worker.logger, "warning", lambda text, *of: said.append(text % of))
+    runtime = fake_worker(SimpleNamespace(num_slots=2, num_experts=4))
+    rates: Any = object() if is_measured else None
+    runtime._share = SimpleNamespace(rates=rates, measure=lambda *_: None)  # type: ignore[assignment]
+    runtime.check = lambda: None  # type: ignore[method-assign]
+    runtime._measure({})
+    assert len(said) == is_said
+    assert not said or "other processes had 30 % of the 16 CPUs" in said[0]
 
 
 class Meter:

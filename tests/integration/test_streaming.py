@@ -171,6 +171,20 @@ def test_settled_again_nothing_of_before_is_left(engine: CpuExpertEngine) -> Non
     assert again == 2 * [None] + 2 * [settled.tail]
 
 
+def test_where_settling_again_fails_what_was_known_holds(engine: CpuExpertEngine) -> None:
+    settled = Settled(engine, corrects=True, has_tail=True)
+    before = settled.tail
+
+    def fail(name: str) -> None:
+        raise CpuLaneError(name)
+
+    settled.check = fail
+    with pytest.raises(CpuLaneError, match=r"layers\.0"):
+        settled.settle()
+    assert settled.tail is before
+    assert settled.streaming.threshold == 8
+
+
 class Watch:
     """The time of a streamed step, and of one beside which the CPU computes: which it is asked."""
 

@@ -19,8 +19,6 @@ from vllm_moe_offload.routing import Wave
 
 # cudaHostRegisterPortable | cudaHostRegisterMapped: every context may use it, kernels may read it.
 _REGISTER_FLAGS = 1 | 2
-# Of this process beyond what torch has reserved: what the driver, NCCL and other libraries take.
-_BEYOND_TORCH = 1 << 30
 
 
 class CudaSlotCache(SlotCache):
@@ -90,8 +88,8 @@ class CudaDevice(Device):
     @override
     def free_memory(self, host_bytes: int) -> int:
         free, total = torch.cuda.mem_get_info()
-        may_take = int(total * self._memory_fraction)
-        return usable_bytes(may_take, self._free_at_start, free, torch.cuda.memory_reserved())
+        usable = int(total * self._memory_fraction) - (self._free_at_start - free)
+        return max(min(usable, free), 0)
 
     @override
     def register(self, address: int, nbytes: int) -> None:
@@ -100,17 +98,6 @@ class CudaDevice(Device):
     @override
     def unregister(self, address: int) -> None:
         unregister(address)
-
-
-def usable_bytes(may_take: int, free_at_start: int, free: int, reserved: int) -> int:
-    """What is left of the bytes that this process may take, of those that are free.
-
-    free_at_start, free: of the device, when the process came and now; reserved: by torch in this
-    process. What has gone since the start is its own, unless it is more than the process can
-    have taken: another one that starts beside it takes the rest.
-    """
-    taken = min(free_at_start - free, reserved + _BEYOND_TORCH)
-    return max(min(may_take - taken, free), 0)
 
 
 def register(address: int, nbytes: int) -> None:

@@ -18,9 +18,10 @@ class ExpertPlan:
     bf16 weights, and for others where an expert has 8 tokens or more, 17 of INT4, MXFP4 and INT8, 9
     of NVFP4): there they are rounded to bf16. By weights of 4 bits, avx512_vnni multiplies
     activations rounded to 15 bits of the largest of each 8. By those and INT8, for fewer tokens,
-    amx multiplies them rounded to 15 bits of the token's largest, or 30 where that would leave most
-    of them few. Both are finer than bf16. Sums run in a fixed order: the result does not depend on
-    the thread count.
+    amx multiplies them rounded to 15 bits of the token's largest. Where that would leave more than
+    half of them less than 7 bits, both take more (15 in amx): finer than bf16, but for the smaller
+    ones of a token half of which are hundreds of times as large. Sums run in a fixed order: the
+    result does not depend on the thread count.
     """
 
     def __init__(

@@ -197,8 +197,10 @@ class Reporter:
                 self._report()
             except Exception:
                 logger.exception("moe_offload: what was counted last is in no metric")
-            yield
-            self._before = Totals()
+            try:
+                yield
+            finally:
+                self._before = Totals()
 
     def _report(self) -> None:
         totals = self._read()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.errors import ConfigError, InactiveError, UnsupportedError
 from vllm_moe_offload.experts import ExpertLayout
-from vllm_moe_offload.host import HostStore, fill_dummy
+from vllm_moe_offload.host import HostStore, Neighbours, fill_dummy
 from vllm_moe_offload.integration.formats import EngineView, FormatLane, SlotBinder, engine_view
 from vllm_moe_offload.integration.frontend import asked_by_model, of_setting
 from vllm_moe_offload.integration.graphs import (
@@ -73,6 +73,8 @@ logger = init_logger(f"vllm.{__name__}")
 # wait for it. On fewer CPUs than these one thread does all: the demo model on two, with everything
 # in one process, 515 tokens a second instead of 100.
 _FEW_CPUS = 4
+# Of the CPUs, what others may have without a word while rates are measured.
+_QUIET = 0.1
 
 
 class OffloadRuntime:
@@ -500,23 +502,39 @@ class OffloadRuntime:
         """Measure again what start-up has measured, and go by that; counting begins anew.
 
         For a machine that was busy at the start, or has others on it now. Between steps only: takes
-        some seconds, and empties slots of the layers it measures by. ValueError where nothing was
-        measured.
+        some seconds, and empties slots of the layers it measures by. ValueError where nothing is
+        measured. After another error what was known before holds.
         """
-        has_rates = self._share is not None and self._share.rates is not None
-        if not has_rates and (self._streaming is None or not self._streaming.is_measured):
+        if not self._is_measured:
             raise ValueError(
-                "nothing was measured when this engine started: its misses are not shared between "
-                "the bus and the CPU (modes auto and hybrid on a GPU, with fewer slots than "
-                "experts), and from which size on steps are streamed was set, or none is"
+                "nothing is measured in this engine: its misses are not shared between the bus and "
+                "the CPU (modes auto and hybrid on a GPU, with fewer slots than experts), and from "
+                "which size on steps are streamed was set, or none is"
             )
         if current_platform.is_cuda():
             torch.cuda.synchronize()
-        self._measure(self._layers())
-        self.reset_stats()
+        if self.prefetch is not None:
+            self.prefetch.activate()
+        with self._counting_anew():
+            try:
+                # As steps are: what vLLM's kernels keep has been made by some.
+                with torch.inference_mode():
+                    self._measure(self._layers())
+            finally:
+                self._clock = DecodeClock(MAX_CAPTURED)  # the time that has passed was no step's
+
+    @property
+    def _is_measured(self) -> bool:
+        """Whether rates of this machine decide anything here."""
+        if all(layer.num_slots == layer.num_experts for layer in self._layers().values()):
+            return False
+        if self._share is not None and self._share.rates is not None:
+            return True
+        return self._streaming is not None and self._streaming.is_measured
 
     def _measure(self, layers: dict[str, OffloadedLayer]) -> None:
         """The lanes' rates, and from how many rows on streaming pays."""
+        neighbours = Neighbours()
         if self._share is not None:
             self._share.measure(layers, self._cpu_lanes)
         if self._streaming is not None:
@@ -529,6 +547,15 @@ class OffloadRuntime:
                 self._max_tokens,
             )
         self.check()
+        share = neighbours.share()
+        if self._is_measured and share > _QUIET:
+            logger.warning(
+                "moe_offload: other processes had %.0f %% of the %d CPUs while the rates of this "
+                "machine were measured: if they have less when this engine serves, let it measure "
+                "again then (collective_rpc, moe_offload_measure)",
+                100 * share,
+                neighbours.cpus,
+            )
 
     def _report(self) -> None:
         """From now on report what is counted, where somebody has asked for it."""
@@ -545,12 +572,21 @@ class OffloadRuntime:
 
     def reset_stats(self) -> None:
         """Set every layer's counters to zero, and the clock of decode steps."""
+        with self._counting_anew():
+            pass
+
+    @contextlib.contextmanager
+    def _counting_anew(self) -> Iterator[None]:
+        """What has been counted before is reported; what is counted inside is not."""
         reporting = self._reporter.restarting() if self._reporter else contextlib.nullcontext()
         with reporting:
-            self._clock.seconds = 0.0
-            self._floor = FloorClock()
-            for layer in self._layers().values():
-                layer.reset_counters()
+            try:
+                yield
+            finally:
+                self._clock.seconds = 0.0
+                self._floor = FloorClock()
+                for layer in self._layers().values():
+                    layer.reset_counters()
         if self._share is not None:
             self._share.restart()
         if self._streaming is not None:

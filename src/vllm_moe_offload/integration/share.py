@@ -111,10 +111,12 @@ class CpuShare:
             return
         name = max(split, key=lambda name: layers[name].host_bytes)
         captured = split[name]
-        self.rates = measure_rates(
-            captured.fetch, captured.step.num_slots, lanes[name].plan, self._device
-        )
-        layers[name].invalidate()
+        try:
+            self.rates = measure_rates(
+                captured.fetch, captured.step.num_slots, lanes[name].plan, self._device
+            )
+        finally:
+            layers[name].invalidate()  # it fetches into slots whatever they hold
         self.corrections = 0
         self._split_by(self.rates)
         if self._config.correct_rates == "auto":

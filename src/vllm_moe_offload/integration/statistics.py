@@ -64,7 +64,7 @@ def worker_stats(
 
     The totals are sums over the layers, but for steps and tokens: every layer sees each once.
     `buffer_experts`: how many experts of a layer each buffer of streamed layers holds;
-    `rates`: bytes a second of the lanes as measured at start-up, None where nothing is split;
+    `rates`: bytes a second of the lanes as last measured, None where nothing is split;
     `rates_now`: those the split is made by, after so many `rate_corrections` in service;
     `buffer_bytes`: what the buffers of streamed layers take of the device's memory beside
     `device_bytes`; `stream_threshold`: the most rows of a step that is not streamed, or None;

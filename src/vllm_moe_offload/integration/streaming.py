@@ -126,7 +126,7 @@ class Streaming:
     ) -> None:
         """Once all layers are there: do they compute the same, and from how many rows on it pays.
 
-        Or again, between steps.
+        Or again, between steps; after an error the streamer then goes on by what it knew.
 
         cpu: the lanes over host memory; check: compares a step of `TRIED_ROWS` of the layer of this
         name with the CPU's; step: gives one of at least so many rows that uses every expert;
@@ -136,6 +136,22 @@ class Streaming:
         streamed = {name: layer for name, layer in layers.items() if layer.is_streamed}
         if not streamed:
             return
+        before = self._streamer.threshold, self._streamer.tail
+        try:
+            self._settle(streamed, cpu, check, step, has_tail, most_rows)
+        except BaseException:
+            self._streamer.threshold, self._streamer.tail = before
+            raise
+
+    def _settle(
+        self,
+        streamed: Mapping[str, OffloadedLayer],
+        cpu: Mapping[str, LaneBeside],
+        check: Callable[[str], None],
+        step: Callable[[str, int], Step],
+        has_tail: bool,
+        most_rows: int,
+    ) -> None:
         both = list(streamed)[:2]  # one after another they pass through either buffer
         self._streamer.threshold = 0
         self._streamer.tail = None
