@@ -114,6 +114,7 @@ class Child:
         self._single("start_s", "s", time.perf_counter() - began)
         if not sys.stdin.readline():  # its turn
             return  # the runner has ended
+        self._check_fit(llm)
         self._measure(llm)
         self._settle(llm)
         for cell in self.order["cells"]:
@@ -123,6 +124,15 @@ class Child:
                 self._decode(llm, cell)
             else:
                 self._prefill(llm, cell)
+
+    def _check_fit(self, llm: Any) -> None:
+        """RuntimeError where every expert was to be on the GPU and is not."""
+        if self.order["all_fit"] and (layers := self._stats(llm)["layers"]):
+            slots = next(iter(layers.values()))["slots"]
+            raise RuntimeError(
+                f"every expert was to fit on the GPU, and {slots} of a layer do: give this run a "
+                "GPU that no other has"
+            )
 
     def _measure(self, llm: Any) -> None:
         """An engine that has started beside others measures the machine as one alone finds it."""

@@ -20,16 +20,16 @@ _HEAD = """# Benchmarks
 
 Made by `python -m bench.report` from the files in [bench/results](../bench/results). Medians; in
 brackets the floor's share, the floor being a lower bound from rates measured in the same run
-([design](design.md), section 1). The rates are measured with the engines idle and vary, mostly by a
-tenth or two: where a share is above 100 %, the lanes (what serves a missing expert: the bus, the
-CPU) ran faster in the run than alone. Up to commit 2a4df13 they were read over 2 GiB, part of which
-a large cache keeps: these floors are up to a fifth too low. And engines that started beside others
-split their misses by what these left them then. The floors of prefills from before 2026-11-30 have
-the CPU compute as much as it reads, and are too low for long prompts. Figures of different runs are not to
-be compared: machines differ; of runs with the same contestants the newest stands first, and older
-ones are there for what it lacks. A dash is a figure that was not reached, and why stands below
-(`stopped after 12 s`: the time given to the whole run was over). A heading ends with its file's
-name (`eager`: without CUDA graphs).
+([design](design.md), section 1). The rates are measured with the engines idle and vary, mostly by
+a tenth or two: where a share is above 100 %, the lanes (what serves a missing expert: the bus, the
+CPU) ran faster in the run than alone. Up to commit 2a4df13 they were read over 2 GiB, part of
+which a large cache keeps: these floors are up to a fifth too low. And engines that started beside
+others split their misses by what these left them then. The floors of prefills from before
+2026-11-30 have the CPU compute as much as it reads, and are too low for long prompts. Figures of
+different runs are not to be compared: machines differ; of runs with the same contestants the
+newest stands first, and older ones are there for what it lacks. A dash is a figure that was not
+reached, and why stands below (`stopped after 12 s`: the time given to the whole run was over). A
+heading ends with its file's name (`eager`: without CUDA graphs).
 
 `auto`, `hybrid`, `cache`, `cpu` and `stream` are modes of this package, `vllm-gpu` is vLLM with
 everything on the GPU, `vllm-uva` its `--cpu-offload-gb` and `vllm-prefetch` its

@@ -381,6 +381,8 @@ class Session:
             "task": self.run.bench,
             "repeats": self.options.repeats if self.run.bench == "load" else 1,
             "ours": contestant.name in OURS,
+            # It finds that by itself, where nobody else takes the memory meanwhile.
+            "all_fit": contestant.name == "auto" and contestant.slots == self.shape.experts,
             "stock_offload": contestant.name in ("vllm-uva", "vllm-prefetch"),
             "engine": self.engine() | engine | contestant.engine,
             "cells": [cell.keys() for cell in cells],

@@ -13,13 +13,14 @@
 # Sets: tests, soaks, both (soaks, and tests beside them: AT_ONCE more than the three), alone (tests
 # that count the whole GPU's memory or measure its bus, and memcheck); engine_tests, kernels, scaling,
 # kt (the CPU engine, kt-kernel on the path); decode, modes, pingpong, prefill, fp8, resident, serve,
-# load; together (sets of these that TOGETHER names, by default fp8, modes and resident: all their
+# load; together (sets of these that TOGETHER names, by default fp8 and modes: all their
 # engines start at once, on the GPUs in turn, and then one measures after another; serve may be one).
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
 # them (4 a GPU), each on one GPU and an equal share of the CPUs. Figures are measured one after
-# another, nothing beside them. What has not ended after SECONDS is stopped.
+# another, nothing beside them; of sets that start together, resident needs a GPU that no other has
+# (on two GPUs: TOGETHER="fp8 resident modes"). What has not ended after SECONDS is stopped.
 #
 # ONLY: a pattern of the names of tests and soaks. COMMIT, CARD: what rows call code and machine.
 # DEVICES: the GPUs that tests and soaks use ("1", "0 1"; all of them). They use the CPUs that this
@@ -53,7 +54,7 @@ for set in "$@"; do
     exit 2
   fi
 done
-read -ra TOGETHER <<< "${TOGETHER:-fp8 modes resident}"
+read -ra TOGETHER <<< "${TOGETHER:-fp8 modes}"
 for set in "${TOGETHER[@]}"; do
   if [[ " decode modes pingpong prefill fp8 resident serve " != *" $set "* ]]; then
     echo "TOGETHER: $set: give some of decode, modes, pingpong, prefill, fp8, resident and serve" >&2

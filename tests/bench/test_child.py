@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,3 +118,18 @@ def test_an_engine_measures_its_rates_again_when_it_is_alone(
     child = Child({"result": str(tmp_path / "rows"), "ours": ours, "cells": []})
     child._measure(SimpleNamespace(collective_rpc=rpc))
     assert calls == asked
+
+
+@pytest.mark.parametrize("all_fit", [True, False])
+@pytest.mark.parametrize("layers", [{}, {"a": {"slots": 57}}])
+def test_where_everything_is_to_fit_it_does(
+    all_fit: bool, layers: dict[str, Any], tmp_path: Path
+) -> None:
+    child = Child({"result": str(tmp_path / "rows"), "ours": True, "all_fit": all_fit})
+    llm = SimpleNamespace(collective_rpc=lambda _: [{"layers": layers}])
+    with (
+        pytest.raises(RuntimeError, match="and 57 of a layer do: give this run a GPU")
+        if all_fit and layers
+        else nullcontext()
+    ):
+        child._check_fit(llm)
