@@ -334,6 +334,10 @@ def test_no_further_from_float32_than_stock(kind: str, mode: str, tmp_path: Any)
     with engine(quantised, dtype="bfloat16", enforce_eager=True, **settings, **SIZES) as llm:
         ours = log_probabilities(llm, sequences)
         assert stats(llm)["bytes_streamed"] > 0
+        again = ours
+        if mode == "auto":  # by the kernels of every format, whose scratch steps have made
+            llm.collective_rpc("moe_offload_measure")
+            again = log_probabilities(llm, sequences)
         copy = CopyStream.copy
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -346,4 +350,5 @@ def test_no_further_from_float32_than_stock(kind: str, mode: str, tmp_path: Any)
             faulty = log_probabilities(llm, sequences)
     print(f"\n{kind}: {errors(ours, reference)}, stock {errors(theirs, reference)}")
     assert is_no_further(ours, theirs, reference)
+    assert is_no_further(again, theirs, reference)
     assert not is_no_further(faulty, theirs, reference)
