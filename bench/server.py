@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -109,6 +110,20 @@ def metrics(url: str) -> str:
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         text: str = answer.read().decode()
     return text
+
+
+def call(url: str, method: str) -> None:
+    """Call this method of the server's workers; RuntimeError with what it says where that fails."""
+    body = json.dumps({"method": method}).encode()
+    request = urllib.request.Request(
+        f"{url}/collective_rpc", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120):
+            pass
+    except urllib.error.HTTPError as error:
+        said = error.read().decode(errors="replace")
+        raise RuntimeError(f"{method}: the server says {error.code}: {said[:200]}") from None
 
 
 def _answers(url: str) -> bool:

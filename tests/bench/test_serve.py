@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +15,7 @@ import pytest
 from bench import serve
 from bench.common import ROOT, read
 from bench.serve import Measured, _gaps
-from bench.server import flags
+from bench.server import call, flags
 
 
 def test_gaps_are_those_that_end_meanwhile() -> None:
@@ -69,3 +73,30 @@ def test_arguments_of_an_engine_are_flags_of_a_server() -> None:
         *("--max-model-len", "8", "--enforce-eager", "--no-enable-prefix-caching"),
         *("--offload-params", "a", "b", "--additional-config", '{"x": {"y": 1}}'),
     ]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_method_of_the_workers_is_called(status: int) -> None:
+    asked: list[tuple[str, object]] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body)))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b"nothing is measured")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as answers:
+        thread = threading.Thread(target=answers.handle_request)
+        thread.start()
+        with (
+            nullcontext()
+            if status == 200
+            else pytest.raises(RuntimeError, match=r"moe_offload_measure: .* 500: nothing is")
+        ):
+            call(f"http://127.0.0.1:{answers.server_port}", "moe_offload_measure")
+        thread.join()
+    assert asked == [("/collective_rpc", {"method": "moe_offload_measure"})]
