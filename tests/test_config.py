@@ -172,6 +172,8 @@ def test_the_helper_for_llm_builds_the_same() -> None:
         ({"slots_per_layer": True}, r"slots_per_layer=True: give a whole number or 'auto' \("),
         ({"cpu_threads": False}, r"cpu_threads=False: give a whole number or 'auto' \("),
         ({"gpu_memory_gib": True}, r"gpu_memory_gib=True: give a number or 'auto' \("),
+        ({"slots_per_layer": "8_0"}, r"slots_per_layer='8_0': give a whole number or 'auto' \("),
+        ({"gpu_memory_gib": "1_0"}, r"gpu_memory_gib='1_0': give a number or 'auto' \("),
         ({"correct_rates": False}, r"correct_rates=False: give one of auto, off \("),
         ({"mode": True}, r"mode=True: give one of auto, cache, hybrid, cpu, stream \("),
         ({"stream_threshold": False}, r"=False: give a whole number or 'auto' or 'off' \("),

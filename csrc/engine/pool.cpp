@@ -50,10 +50,12 @@ bool has(const std::vector<int>& cpus, int cpu) {
 Pool::Pool(const std::vector<Core>& cores, int threads)
     : threads_(threads), made_after_(fork_count()) {
   if (threads < 1 || threads > static_cast<int>(cores.size())) {
+    const std::string most = std::to_string(cores.size());
+    const bool is_one = cores.size() == 1;
     throw std::invalid_argument("an engine of " + std::to_string(threads) +
-                                " threads was asked for, and this process may use " +
-                                std::to_string(cores.size()) + " physical cores: ask for 1 to " +
-                                std::to_string(cores.size()) +
+                                " threads was asked for, and this process may use " + most +
+                                " physical core" + (is_one ? "" : "s") + ": ask for " +
+                                (is_one ? "" : "1 to ") + most +
                                 ", or widen the process's CPU affinity");
   }
   for (int i = 0; i < threads; ++i) {

@@ -64,19 +64,19 @@ PolicyName = Literal["lfru", "lru", "lfu", "static"]
 Auto = Literal["auto"]
 
 
-def _no_boolean(error: Literal["int_type", "float_type"]) -> BeforeValidator:
-    """For a setting that is a number: pydantic would take true for 1."""
+def _a_number(error: Literal["int_type", "float_type"]) -> BeforeValidator:
+    """For a setting that is a number: pydantic would take true for 1, and '8_0' for 80."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (isinstance(value, str) and "_" in value):
             raise PydanticKnownError(error)
         return value
 
     return BeforeValidator(check)
 
 
-Whole = Annotated[int, _no_boolean("int_type")]
-Number = Annotated[float, _no_boolean("float_type")]
+Whole = Annotated[int, _a_number("int_type")]
+Number = Annotated[float, _a_number("float_type")]
 
 
 class OffloadConfig(BaseModel):
