@@ -507,9 +507,10 @@ class OffloadRuntime:
         """
         if not self._is_measured:
             raise ValueError(
-                "nothing is measured in this engine: its misses are not shared between the bus and "
-                "the CPU (modes auto and hybrid on a GPU, with fewer slots than experts), and from "
-                "which size on steps are streamed was set, or none is"
+                "nothing is measured in this engine, so nothing can be again: without a GPU "
+                "nothing ever is; with one, the rates of the bus and the CPU are in the modes auto "
+                "and hybrid with fewer slots than experts, and the stream_threshold where it is "
+                "'auto'"
             )
         if current_platform.is_cuda():
             torch.cuda.synchronize()
