@@ -59,11 +59,11 @@ struct DigitBlock {
 template <int kGroups>
 inline DigitBlock digit_block(std::byte* packed, const moe::Group& group, int64_t row_columns,
                               int64_t index) {
+  static_assert(kLineColumns == moe::kOperandAlign);
   static_assert(2 * kLineBytes == kLineColumns * moe::kPackedColumnBytes);
-  const int64_t lines = line_count(row_columns);
-  const int64_t bytes = lines * 2 * kLineBytes + moe::kPackedHeaderBytes;
-  return {packed_blocks(packed, group, row_columns) + index * bytes, lines,
-          operand_columns<kGroups>(group)};
+  std::byte* block =
+      packed_blocks(packed, group, row_columns) + index * packed_block_bytes(row_columns);
+  return {block, line_count(row_columns), operand_columns<kGroups>(group)};
 }
 
 // Sixteen elements from `k` on of a row of so many; zeros past its end.

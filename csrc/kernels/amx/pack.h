@@ -33,11 +33,16 @@ struct Tokens {
   }
 };
 
-// The packed blocks of rows of so many columns that a group has.
-inline std::byte* packed_blocks(std::byte* packed, const moe::Group& group, int64_t columns) {
+// Of one packed block of rows of so many columns.
+inline int64_t packed_block_bytes(int64_t columns) {
   const int64_t padded =
       (columns + moe::kOperandAlign - 1) / moe::kOperandAlign * moe::kOperandAlign;
-  return packed + group.packed * (padded * moe::kPackedColumnBytes + moe::kPackedHeaderBytes);
+  return padded * moe::kPackedColumnBytes + moe::kPackedHeaderBytes;
+}
+
+// Those that a group has.
+inline std::byte* packed_blocks(std::byte* packed, const moe::Group& group, int64_t columns) {
+  return packed + group.packed * packed_block_bytes(columns);
 }
 
 inline int64_t block_count(const moe::Group& group) { return (group.count + kTile - 1) / kTile; }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -136,48 +137,33 @@ class Streaming:
         streamed = {name: layer for name, layer in layers.items() if layer.is_streamed}
         if not streamed:
             return
-        before = self._streamer.threshold, self._streamer.tail
-        try:
-            self._settle(streamed, cpu, check, step, has_tail, most_rows)
-        except BaseException:
-            self._streamer.threshold, self._streamer.tail = before
-            raise
-
-    def _settle(
-        self,
-        streamed: Mapping[str, OffloadedLayer],
-        cpu: Mapping[str, LaneBeside],
-        check: Callable[[str], None],
-        step: Callable[[str, int], Step],
-        has_tail: bool,
-        most_rows: int,
-    ) -> None:
-        both = list(streamed)[:2]  # one after another they pass through either buffer
-        self._streamer.threshold = 0
-        self._streamer.tail = None
-        for name in both:
-            check(name)
-        # The last layer: behind it no copies are started for another.
-        name, layer = list(streamed.items())[-1]
-        tried = step(name, TRIED_ROWS)
-        seconds = self._seconds(layer, tried, 0)
-        if has_tail:
-            rates = self._tail_rates(layer, tried, seconds, cpu[name], step(name, 1))
-            self._streamer.tail = CpuTail(rates, self._corrects, layer.layout.nbytes)
-            for other in both:
-                check(other)
+        with self._kept_after_errors():
+            both = list(streamed)[:2]  # one after another they pass through either buffer
+            self._streamer.threshold = 0
+            self._streamer.tail = None
+            for name in both:
+                check(name)
+            # The last layer: behind it no copies are started for another.
+            name, layer = list(streamed.items())[-1]
+            tried = step(name, TRIED_ROWS)
             seconds = self._seconds(layer, tried, 0)
-        threshold = self._threshold
-        if threshold is None:
-            threshold = stream_threshold(
-                layer.num_experts,
-                tried[2].shape[1],
-                waves_seconds=self._seconds(layer, tried, None),
-                stream_seconds=seconds,
-            )
-        if threshold is not None and layer.decides_on_device:
-            threshold = max(threshold, MAX_CAPTURED)
-        self._streamer.threshold = threshold
+            if has_tail:
+                rates = self._tail_rates(layer, tried, seconds, cpu[name], step(name, 1))
+                self._streamer.tail = CpuTail(rates, self._corrects, layer.layout.nbytes)
+                for other in both:
+                    check(other)
+                seconds = self._seconds(layer, tried, 0)
+            threshold = self._threshold
+            if threshold is None:
+                threshold = stream_threshold(
+                    layer.num_experts,
+                    tried[2].shape[1],
+                    waves_seconds=self._seconds(layer, tried, None),
+                    stream_seconds=seconds,
+                )
+            if threshold is not None and layer.decides_on_device:
+                threshold = max(threshold, MAX_CAPTURED)
+            self._streamer.threshold = threshold
         # Buffers that nothing passes through are memory that slots could have.
         is_idle = threshold is None or threshold >= most_rows
         log = logger.warning if is_idle else logger.info
@@ -196,6 +182,16 @@ class Streaming:
             1e3 * seconds,
             which,
         )
+
+    @contextmanager
+    def _kept_after_errors(self) -> Iterator[None]:
+        """What the streamer goes by is as before where an error ends what is inside."""
+        before = self._streamer.threshold, self._streamer.tail
+        try:
+            yield
+        except BaseException:
+            self._streamer.threshold, self._streamer.tail = before
+            raise
 
     def expect(self, rows: int) -> bool:
         """A step of so many rows comes next: the first copies of a streamed one start now.
