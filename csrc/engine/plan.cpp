@@ -206,7 +206,6 @@ Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_token
     : engine_(std::move(engine)),
       layer_(layer),
       kernels_(*engine_->isa_.kernels(layer.format, layer.dtype)),
-      packing_(kernels_.packing == nullptr ? Packing{0, 0, 1} : kernels_.packing(layer)),
       top_k_(top_k),
       x_stride_(round_up(layer.hidden, kOperandAlign)),
       inner_stride_(round_up(layer.intermediate, kOperandAlign)) {
@@ -217,12 +216,14 @@ Plan::Plan(std::shared_ptr<Engine> engine, const Layer& layer, int64_t max_token
                                 ", top_k=" + std::to_string(kMostTopK));
   }
   const auto sizes_of = [&](int64_t tokens) -> Sizes {
+    constexpr auto kBf16 = static_cast<int64_t>(sizeof(Bf16));
     const int64_t pairs = tokens * top_k;
-    const int64_t blocks = PairSorter::max_blocks(pairs, layer.experts, packing_);
+    const int64_t packed =
+        PairSorter::max_blocks(pairs, layer.experts, kernels_.packed_tokens) * kPackBlock;
     return {.x = tokens * x_stride_ * kernels_.operand_bytes,
             .inner = pairs * inner_stride_ * kernels_.operand_bytes,
-            .packed_x = blocks * (x_stride_ * kPackedColumnBytes + kPackedHeaderBytes),
-            .packed_inner = blocks * (inner_stride_ * kPackedColumnBytes + kPackedHeaderBytes),
+            .packed_x = packed * x_stride_ * kBf16,
+            .packed_inner = packed * inner_stride_ * kBf16,
             .sums = tokens * x_stride_ * static_cast<int64_t>(sizeof(float))};
   };
   int64_t units = ceil_div(max_tokens, kChunkUnit);
@@ -262,7 +263,7 @@ void Plan::run(const Job& job, const Routing& routing) const {
 void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int64_t end) const {
   PairSorter& pairs = engine_->pairs_;
   Pool& pool = *engine_->pool_;
-  pairs.sort(routing, begin, end, layer_.experts, packing_);
+  pairs.sort(routing, begin, end, layer_.experts, kernels_.packed_tokens);
   if (pairs.group_count() == 0 && job.accumulate) return;
 
   const int64_t source_stride = layer_.hidden * dtype_bytes(layer_.dtype);
@@ -306,9 +307,7 @@ void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int6
   const int64_t inner_rows = job.inner_end - job.inner_begin;
   int64_t all_pairs = 0;
   for (int64_t g = 0; g < pairs.group_count(); ++g) all_pairs += pairs.groups()[g].count;
-  int64_t tokens_a_group = all_pairs / std::max<int64_t>(1, pairs.group_count());
-  // A block of few has half the bytes of another one, beside weights of a quarter of bf16's.
-  if (tokens_a_group <= packing_.few) tokens_a_group *= 2 * kPackBlock / packing_.few_block;
+  const int64_t tokens_a_group = all_pairs / std::max<int64_t>(1, pairs.group_count());
   const bool packed = pairs.block_count() > 0;
   chunk.up_rows =
       packed ? packed_rows_per_task(inner_rows, pairs.group_count(), pool.threads(), tokens_a_group,

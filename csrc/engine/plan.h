@@ -112,7 +112,6 @@ class Plan {
   const std::shared_ptr<Engine> engine_;
   const Layer layer_;
   const Kernels& kernels_;
-  const Packing packing_;
   const int64_t top_k_;
   int64_t x_stride_;
   int64_t inner_stride_;

@@ -51,16 +51,14 @@ void PairSorter::reserve(int64_t pairs, int64_t experts) {
   grow(block_group_, pairs);
 }
 
-// Whole blocks, of groups of few tokens and of many, and one that is not for each group: of an
-// expert, of at least `packing.least` tokens.
-int64_t PairSorter::max_blocks(int64_t pairs, int64_t experts, const Packing& packing) {
-  if (packing.least == 0) return 0;
-  return pairs / kPackBlock + std::min(pairs, experts * packing.few) / packing.few_block +
-         std::min(pairs / packing.least, experts);
+// Whole blocks, and one that is not for each group: of an expert, of at least `packed_tokens`.
+int64_t PairSorter::max_blocks(int64_t pairs, int64_t experts, int64_t packed_tokens) {
+  if (packed_tokens == 0) return 0;
+  return pairs / kPackBlock + std::min(pairs / packed_tokens, experts);
 }
 
 void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts,
-                      const Packing& packing) {
+                      int64_t packed_tokens) {
   const int64_t first = begin * routing.top_k;
   const int64_t last = end * routing.top_k;
   std::fill_n(position_.begin(), experts, 0);
@@ -77,11 +75,10 @@ void PairSorter::sort(const Routing& routing, int64_t begin, int64_t end, int64_
     const int64_t count = position;
     position = total;
     if (count == 0) continue;
-    const bool packed = packing.least > 0 && count >= packing.least;
-    const int64_t block = count <= packing.few ? packing.few_block : kPackBlock;
+    const bool packed = packed_tokens > 0 && count >= packed_tokens;
     all_packed_ = all_packed_ && packed;
     groups_[static_cast<size_t>(group_count_)] = {row, total, count, packed ? block_count_ : -1};
-    for (int64_t token = 0; packed && token < count; token += block) {
+    for (int64_t token = 0; packed && token < count; token += kPackBlock) {
       block_group_[static_cast<size_t>(block_count_++)] = static_cast<int32_t>(group_count_);
     }
     ++group_count_;

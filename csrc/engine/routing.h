@@ -28,13 +28,13 @@ class PairSorter {
  public:
   // Room for `pairs` pairs over `experts` experts; never shrinks.
   void reserve(int64_t pairs, int64_t experts);
-  // Sorts tokens [begin, end) of a checked routing; pair_token counts from `begin`. Groups that are
-  // packed get blocks of packed tokens.
+  // Sorts tokens [begin, end) of a checked routing; pair_token counts from `begin`. Groups of at
+  // least `packed_tokens` (unless it is 0) get blocks of packed tokens.
   void sort(const Routing& routing, int64_t begin, int64_t end, int64_t experts,
-            const Packing& packing);
+            int64_t packed_tokens);
 
   // The most blocks of packed tokens that `pairs` pairs over `experts` experts can need.
-  static int64_t max_blocks(int64_t pairs, int64_t experts, const Packing& packing);
+  static int64_t max_blocks(int64_t pairs, int64_t experts, int64_t packed_tokens);
 
   const Group* groups() const { return groups_.data(); }
   // The blocks of packed tokens, and the group that each belongs to.

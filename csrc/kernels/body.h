@@ -42,13 +42,19 @@ template <class W, int kRows, int kTokens>
   }
 }
 
+// Those of a row's columns, whole steps of them or nearly.
+template <class W>
+constexpr int64_t bytes_of(int64_t columns) {
+  return columns * W::kStepBytes / W::kStep;
+}
+
 // Dot products of `kRows` weight rows with `kTokens` operand rows over [0, k_end).
 // Every weight is loaded and converted once for all the tokens, every operand once for all the
-// rows; several sums in flight hide the latency of the multiply-add. With kPrefetch, the weights
-// `ahead` bytes further on are fetched meanwhile.
+// rows; several sums in flight hide the latency of the multiply-add. With kPrefetch, what follows
+// of the weights is fetched meanwhile.
 template <class W, int kRows, int kTokens, bool kPrefetch>
 inline void dot(const typename W::Row* rows, const typename W::Operand* const* x, int64_t k_end,
-                int64_t ahead, float* out, int64_t out_stride) {
+                const PassAhead& ahead, float* out, int64_t out_stride) {
   constexpr int64_t kStep = W::kStep;
   constexpr int kSums = kRows * kTokens >= W::kChains ? 1 : W::kChains / (kRows * kTokens);
   // A pass of the loop reads whole cache lines of weights, so that it fetches each line once.
@@ -63,11 +69,11 @@ inline void dot(const typename W::Row* rows, const typename W::Operand* const* x
   for (; k + kUnroll * kStep <= k_end; k += kUnroll * kStep) {
     if constexpr (kPrefetch) {
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; ++r) {
-        const std::byte* weights = W::address(rows[r], k);
+      for (int64_t b = 0; b < kUnroll * W::kStepBytes; b += kCacheLine) {
+        const int64_t near = ahead.near_of(bytes_of<W>(k) + b);
 #pragma GCC unroll 8
-        for (int64_t b = 0; b < kUnroll * W::kStepBytes; b += kCacheLine) {
-          fetch_ahead(weights + b, ahead);
+        for (int r = 0; r < kRows; ++r) {
+          fetch_ahead(W::address(rows[r], k) + b, ahead.far, near);
         }
       }
     }
@@ -90,7 +96,7 @@ inline void dot(const typename W::Row* rows, const typename W::Operand* const* x
 }
 
 // `rows` weight rows from `first`, `step` apart, times `tokens` operand rows: out[t][r], with
-// kRowBlock between tokens.
+// kRowBlock between tokens. What is read next lies `jump` bytes from where another row would.
 //
 // Up to kStreamTokens tokens, W::kStreamRows rows at a time. Where memory is the limit even then,
 // that is one, a single sequential stream: the pattern that hardware prefetchers follow best (four
@@ -105,57 +111,37 @@ struct Product {
   const typename W::Operand* const* x;
   int64_t tokens;
 
-  void operator()(int64_t first, int64_t step, int64_t rows, float* out) const {
-    if constexpr (requires { W::choose(matrix, []<class>() {}); }) {
-      return W::choose(matrix, [&]<class Case>() {
-        Product<Case>{matrix, expert, k_begin, k_count, x, tokens}(first, step, rows, out);
-      });
-    } else {
-      int64_t r = 0;
-      if (tokens > kStreamTokens) {
-        r = in_step<W::kRows>(first, step, rows, out);
-      } else if constexpr (W::kStreamRows > 1) {
-        r = in_step<W::kStreamRows>(first, step, rows, out);
-      }
-      const int64_t ahead = ahead_bytes(step);
-      for (; r < rows; ++r) over_tokens<1>(first + r * step, step, ahead, out + r);
-      if constexpr (requires { W::has_rests(x[0], k_count); }) add_rests(first, step, rows, out);
+  void operator()(int64_t first, int64_t step, int64_t rows, int64_t jump, float* out) const {
+    int64_t r = 0;
+    if (tokens > kStreamTokens) {
+      r = in_step<W::kRows>(first, step, rows, jump, out);
+    } else if constexpr (W::kStreamRows > 1) {
+      r = in_step<W::kStreamRows>(first, step, rows, jump, out);
     }
+    const PassesAhead ahead = passes_ahead(1, step, rows, jump);
+    for (; r < rows; ++r) over_tokens<1>(first + r * step, step, ahead.from(r), out + r);
   }
 
  private:
   static constexpr int64_t kStreamTokens = 4;
 
-  // Whole rows ahead: a task's next rows follow in memory, and so mostly do its next task's.
-  int64_t ahead_bytes(int64_t rows) const {
-    const int64_t bytes = rows * matrix.row_bytes;
-    return (kAheadBytes + bytes - 1) / bytes * bytes;
-  }
-
-  // What the operands of few tokens have beside their main part.
-  void add_rests(int64_t first, int64_t step, int64_t rows, float* out) const {
-    for (int64_t t = 0; t < tokens; ++t) {
-      if (!W::has_rests(x[t], k_count)) continue;
-      for (int64_t r = 0; r < rows; ++r) {
-        out[t * kRowBlock + r] +=
-            W::rests(W::row(matrix, expert, first + r * step, k_begin), x[t], k_count);
-      }
-    }
+  PassesAhead passes_ahead(int64_t count, int64_t step, int64_t rows, int64_t jump) const {
+    return PassesAhead(count, step * matrix.row_bytes, bytes_of<W>(k_count), rows, jump);
   }
 
   // As many of the rows as are whole blocks of kRows; returns their number.
   template <int kRows>
-  int64_t in_step(int64_t first, int64_t step, int64_t rows, float* out) const {
-    const int64_t ahead = ahead_bytes(kRows * step);
+  int64_t in_step(int64_t first, int64_t step, int64_t rows, int64_t jump, float* out) const {
+    const PassesAhead ahead = passes_ahead(kRows, step, rows, jump);
     int64_t r = 0;
     for (; r + kRows <= rows; r += kRows) {
-      over_tokens<kRows>(first + r * step, step, ahead, out + r);
+      over_tokens<kRows>(first + r * step, step, ahead.from(r), out + r);
     }
     return r;
   }
 
   template <int kRows>
-  void over_tokens(int64_t first, int64_t step, int64_t ahead, float* out) const {
+  void over_tokens(int64_t first, int64_t step, const PassAhead& ahead, float* out) const {
     typename W::Row row[kRows];
     for (int r = 0; r < kRows; ++r) row[r] = W::row(matrix, expert, first + r * step, k_begin);
     int64_t t = 0;
@@ -163,9 +149,9 @@ struct Product {
       if (tokens < 4) return rest<kRows, true>(row, 0, ahead, out);
       dot<W, kRows, 4, true>(row, x, k_count, ahead, out, kRowBlock);
       for (t = 4; t + 4 <= tokens; t += 4) {
-        dot<W, kRows, 4, false>(row, x + t, k_count, 0, out + t * kRowBlock, kRowBlock);
+        dot<W, kRows, 4, false>(row, x + t, k_count, ahead, out + t * kRowBlock, kRowBlock);
       }
-      rest<kRows, false>(row, t, 0, out);
+      rest<kRows, false>(row, t, ahead, out);
     } else {
       for (; t + 4 <= tokens; t += 4) {
         dot<W, kRows, 4, true>(row, x + t, k_count, ahead, out + t * kRowBlock, kRowBlock);
@@ -176,7 +162,7 @@ struct Product {
 
   // The last one to three tokens.
   template <int kRows, bool kPrefetch>
-  void rest(const typename W::Row* row, int64_t t, int64_t ahead, float* out) const {
+  void rest(const typename W::Row* row, int64_t t, const PassAhead& ahead, float* out) const {
     float* to = out + t * kRowBlock;
     switch (tokens - t) {
       case 3:
@@ -283,6 +269,11 @@ inline void activate_block(const moe::Work& work, int64_t first_pair, int64_t to
   }
 }
 
+// Bytes between two rows of a matrix, for what a product is told of those behind it.
+inline int64_t jump_between(const moe::Matrix& matrix, int64_t from, int64_t to) {
+  return (to - from) * matrix.row_bytes;
+}
+
 // Rows [row, row + rows) of both products of `tokens` tokens, activated.
 template <class Product>
 inline void up_block(const moe::Work& work, const Product& product, int64_t first_pair,
@@ -290,20 +281,22 @@ inline void up_block(const moe::Work& work, const Product& product, int64_t firs
   const moe::Layer& layer = *work.layer;
   const int64_t step = layer.interleaved ? 2 : 1;
   const int64_t up_row = layer.interleaved ? 2 * row + 1 : layer.intermediate + row;
-  product(row * step, step, rows, block.gate);
+  const int64_t row_end = (row + rows) * step;
+  product(row * step, step, rows, layer.gated ? jump_between(layer.w13, row_end, up_row) : 0,
+          block.gate);
   load_bias(layer, layer.w13, product.expert, row * step, step, rows, block.gate_bias);
   if (layer.gated) {
-    product(up_row, step, rows, block.up);
+    product(up_row, step, rows, jump_between(layer.w13, up_row + rows * step, row_end), block.up);
     load_bias(layer, layer.w13, product.expert, up_row, step, rows, block.up_bias);
   }
   activate_block(work, first_pair, tokens, rows, block);
 }
 
-// Columns that W stores together, or as few rows as a task may have.
+// Rows that W passes over together, or as few rows as a task may have.
 template <class W>
 constexpr int64_t inner_align() {
-  if constexpr (requires { W::kTogether; }) {
-    return W::kTogether;
+  if constexpr (requires { W::kTaskRows; }) {
+    return W::kTaskRows;
   } else {
     return moe::kRowAlign;
   }
@@ -311,54 +304,31 @@ constexpr int64_t inner_align() {
 template <class W>
 constexpr int64_t kInnerAlign = inner_align<W>();
 
-// `count` values to columns [k, k + count) of an inner row, and zeros to what is stored with them.
-template <class W>
-inline void store_together(const float* values, int64_t count, int64_t k,
-                           typename W::Operand* inner) {
-  for (; count >= W::kTogether; count -= W::kTogether, k += W::kTogether, values += W::kTogether) {
-    W::store_together(values, k, inner);
-  }
-  if (count <= 0) return;
-  float last[W::kTogether] = {};
-  for (int64_t i = 0; i < count; ++i) last[i] = values[i];
-  W::store_together(last, k, inner);
-}
-
 // Zeroes an inner row's elements past the last one.
 template <class W>
 inline void zero_padding(const moe::Work& work, typename W::Operand* inner) {
   int64_t k = work.inner_end - work.inner_begin;
-  if constexpr (requires { W::kTogether; }) {
-    constexpr float kZeros[W::kTogether] = {};
-    k = (k + W::kTogether - 1) / W::kTogether * W::kTogether;
-    for (; k < work.inner_stride; k += W::kTogether) W::store_together(kZeros, k, inner);
-  } else {
-    for (; k < work.inner_stride; ++k) V::store_scalar(inner + W::position(k), 0.0f);
-  }
+  for (; k < work.inner_stride; ++k) V::store_scalar(inner + W::position(k), 0.0f);
 }
 
 // `count` activated values to columns [k, k + count) of an inner row.
 template <class W>
 inline void store_activated(const float* values, int64_t count, int64_t k,
                             typename W::Operand* inner) {
-  if constexpr (requires { W::kTogether; }) {
-    return store_together<W>(values, count, k, inner);
-  } else {
-    constexpr int64_t kColumns = 16;
-    for (int64_t r = 0; r < count; r += kColumns) {
-      typename W::Operand operands[kColumns];
-      for (int64_t i = 0; i < kColumns; i += V::kWidth) {
-        V::store(operands + i, V::load(values + r + i));
-      }
-      if (count - r >= kColumns && (k + r) % kColumns == 0) {
-        // Within so few columns positions are known here, but for where they begin.
-        typename W::Operand* to = inner + W::position(k + r);
+  constexpr int64_t kColumns = 16;
+  for (int64_t r = 0; r < count; r += kColumns) {
+    typename W::Operand operands[kColumns];
+    for (int64_t i = 0; i < kColumns; i += V::kWidth) {
+      V::store(operands + i, V::load(values + r + i));
+    }
+    if (count - r >= kColumns && (k + r) % kColumns == 0) {
+      // Within so few columns positions are known here, but for where they begin.
+      typename W::Operand* to = inner + W::position(k + r);
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < kColumns; ++i) to[W::position(i)] = operands[i];
-      } else {
-        const int64_t left = min_of(kColumns, count - r);
-        for (int64_t i = 0; i < left; ++i) inner[W::position(k + r + i)] = operands[i];
-      }
+      for (int64_t i = 0; i < kColumns; ++i) to[W::position(i)] = operands[i];
+    } else {
+      const int64_t left = min_of(kColumns, count - r);
+      for (int64_t i = 0; i < left; ++i) inner[W::position(k + r + i)] = operands[i];
     }
   }
 }
@@ -425,6 +395,11 @@ void down_group(const moe::Work& work, const moe::Group& group, int64_t begin, i
   const moe::Layer& layer = *work.layer;
   alignas(64) float block[kTokenBlock * kRowBlock];
   const Operand* inner[kTokenBlock];
+  // The same rows of the next group come then, and behind the last one the next task.
+  const bool is_last = &group + 1 == work.groups + work.group_count;
+  const moe::Group& next = is_last ? work.groups[0] : (&group)[1];
+  const int64_t jump = (next.expert - group.expert) * layer.w2.expert_bytes +
+                       (is_last ? 0 : jump_between(layer.w2, end, begin));
   for (int64_t t = 0; t < group.count; t += kTokenBlock) {
     const int64_t tokens = min_of(kTokenBlock, group.count - t);
     const int64_t pair = group.begin + t;
@@ -435,7 +410,7 @@ void down_group(const moe::Work& work, const moe::Group& group, int64_t begin, i
     const ProductOf<W> product{layer.w2, group.expert, work.inner_begin, columns, inner, tokens};
     for (int64_t row = begin; row < end; row += kRowBlock) {
       const int64_t rows = min_of(kRowBlock, end - row);
-      product(row, 1, rows, block);
+      product(row, 1, rows, row + rows < end ? 0 : jump, block);
       add_block(work, group.expert, pair, tokens, row, rows, block);
     }
   }
@@ -458,13 +433,22 @@ void finish_rows(const moe::Work& work, const moe::Group& group) {
 }
 
 template <class W>
+constexpr auto finish_of() -> void (*)(const moe::Work&, const moe::Group&) {
+  if constexpr (requires { W::finish_row(nullptr, 0); }) {
+    return finish_rows<W>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class W>
 constexpr moe::Kernels kKernels{sizeof(typename W::Operand),
                                 kInnerAlign<W>,
                                 prepare<W>,
                                 up<W>,
                                 down<W>,
-                                nullptr,
-                                nullptr,
+                                finish_of<W>(),
+                                0,
                                 nullptr,
                                 nullptr};
 

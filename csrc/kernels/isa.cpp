@@ -81,8 +81,7 @@ bool has_amx() {
   constexpr uint64_t kTiles = 0x60000;  // tile configuration and data
   const uint32_t flags = cpuid(7, 0).d;
   return has_avx512_vnni() && has_avx512_bf16() && (os_state() & kTiles) == kTiles &&
-         bit(flags, 22) /* AMX-BF16 */ && bit(flags, 24) /* AMX-TILE */ &&
-         bit(flags, 25) /* AMX-INT8 */;
+         bit(flags, 22) /* AMX-BF16 */ && bit(flags, 24) /* AMX-TILE */;
 }
 
 #endif
@@ -108,10 +107,13 @@ const Kernels* avx512_kernels(Format format, Dtype dtype) {
 }
 
 // Products of 16 bits, whole numbers or bf16, would round activations that are finer than bf16. The
-// set has kernels of its own for nibbles alone.
+// set has kernels of its own for nibbles and INT8.
 const Kernels* avx512_vnni_kernels(Format format, Dtype dtype) {
-  const Kernels* own = dtype == Dtype::kBf16 ? avx512_vnni::nibbles(format, dtype) : nullptr;
-  return own != nullptr ? own : avx512_kernels(format, dtype);
+  if (dtype == Dtype::kBf16) {
+    if (const Kernels* own = avx512_vnni::nibbles(format, dtype); own != nullptr) return own;
+    if (const Kernels* own = avx512_vnni::bytes(format); own != nullptr) return own;
+  }
+  return avx512_kernels(format, dtype);
 }
 
 const Kernels* avx512_bf16_kernels(Format format, Dtype dtype) {

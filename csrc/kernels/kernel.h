@@ -80,18 +80,8 @@ struct Layer {
   bool router_weight_on_input;
 };
 
-// Tokens of a packed group are packed in blocks of at most this many, which have memory for so many
-// bytes of each column of the operand rows, and these.
+// Tokens of a packed group are packed in blocks of this many.
 inline constexpr int64_t kPackBlock = 16;
-inline constexpr int64_t kPackedColumnBytes = kPackBlock * static_cast<int64_t>(sizeof(Bf16));
-inline constexpr int64_t kPackedHeaderBytes = 64;
-
-// Which groups are packed, and how.
-struct Packing {
-  int64_t least;      // those of at least so many tokens; 0: none
-  int64_t few;        // up to so many tokens,
-  int64_t few_block;  // in blocks of so many; more, of kPackBlock
-};
 
 // The tokens of one expert: pairs [begin, begin + count) of the lists in `Work`.
 struct Group {
@@ -116,8 +106,8 @@ struct Work {
   int64_t x_stride;
   std::byte* inner;  // [pairs, inner_stride] operand elements: the activated intermediate rows
   int64_t inner_stride;
-  std::byte* packed_x;  // blocks of packed tokens, in the kernels' own layout
-  std::byte* packed_inner;
+  std::byte* packed_x;      // operands of packed groups, in the kernels' own layout: kPackBlock
+  std::byte* packed_inner;  // columns of bf16 for each of the blocks' tokens and 32 columns
   int64_t inner_begin;
   int64_t inner_end;
   float* sums;  // [T, H]: the output, or scratch when `rounded` is the output
@@ -131,8 +121,7 @@ struct Kernels {
   int64_t operand_bytes;
   // `up` takes rows from multiples of this on, and ends at one or at the last row.
   int64_t inner_align;
-  // Rows of `source` ([count, H] in the layer's dtype) to operand rows, padding included. Null
-  // where every group is packed.
+  // Rows of `source` ([count, H] in the layer's dtype) to operand rows, padding included.
   void (*prepare)(const Layer& layer, const void* source, int64_t count, std::byte* x,
                   int64_t x_stride);
   // Rows [begin, end) of the intermediate dimension for every token of one group. `buffer` is the
@@ -144,8 +133,8 @@ struct Kernels {
   // Once every row of a group has been through `up`; null: nothing.
   void (*finish)(const Work& work, const Group& group);
 
-  // Which groups are packed first; null: none.
-  Packing (*packing)(const Layer& layer);
+  // Groups of at least this many tokens are packed first; 0: never.
+  int64_t packed_tokens;
   // Packs one block of a group.
   void (*pack)(const Work& work, const Group& group, int64_t block);
   // Bytes of a thread's buffer; null: none.

@@ -1,7 +1,6 @@
 // The engine without Python, to be run under sanitizers: every instruction set against the scalar
 // one, weights and operands that end where a page does (reading on is a fault), two callers at
-// once, errors; the doorbell (doorbell_test.cpp), fp16 products (fp16_test.cpp), and 8-bit tiles'
-// (digits_test.cpp).
+// once, errors; the doorbell (doorbell_test.cpp), and fp16 products (fp16_test.cpp).
 #include <pthread.h>
 #include <sched.h>
 #include <sys/resource.h>
@@ -300,12 +299,6 @@ void test_threads_that_cannot_start() {
 
 }  // namespace
 
-namespace moe_tests {
-
-void report(bool good, const char* what) { expect(good, what); }
-
-}  // namespace moe_tests
-
 int main() {
   test_threads_that_cannot_start();
   const Case cases[] = {{Format::kBf16, 70, 33, 4, 1},     {Format::kBf16, 128, 64, 4, 1},
@@ -321,13 +314,6 @@ int main() {
   test_runner();
   test_runner_and_fork();
   test_fp16();
-#ifdef MOE_X86
-  const std::vector<moe::Isa>& isas = moe::available_isas();
-  if (std::any_of(isas.begin(), isas.end(),
-                  [](const moe::Isa& isa) { return isa.name == std::string("avx512_vnni"); })) {
-    test_digits();
-  }
-#endif
   test_doorbell();
   std::printf(failures == 0 ? "ok\n" : "%d failures\n", failures.load());
   return failures == 0 ? 0 : 1;

@@ -289,7 +289,7 @@ void test_product(Weights::Kind kind, int64_t part_rows, int64_t parts, int64_t 
   const int64_t first = (parts - 1) * part_rows + begin;
   float out[kTokens][moe::kRowBlock];
   const Fp8Fp16::Product all{weights.matrix, 0, 0, columns, of, kTokens};
-  all(first, step, whole, out[0]);
+  all(first, step, whole, 0, out[0]);
   for (int64_t t = 0; t < kTokens; ++t) {
     double apart = 0, norm = 0;
     for (int64_t r = 0; r < whole; ++r) {
@@ -306,7 +306,7 @@ void test_product(Weights::Kind kind, int64_t part_rows, int64_t parts, int64_t 
     float alone[moe::kRowBlock];
     const Fp8Fp16::Product one{weights.matrix, 0, 0, columns, of + t, 1};
     for (int64_t r = 0; r < whole; r += moe::kRowAlign) {
-      one(first + r * step, step, std::min(moe::kRowAlign, whole - r), alone + r);
+      one(first + r * step, step, std::min(moe::kRowAlign, whole - r), 0, alone + r);
     }
     expect(std::equal(alone, alone + whole, out[t]), "a token by itself has the same sums");
   }
@@ -322,7 +322,7 @@ void test_constants(std::mt19937& random) {
       const auto operands = arranged({std::vector<float>(4096, value)});
       const float* of[] = {operands[0].data()};
       float out[moe::kRowBlock];
-      Fp8Fp16::Product{weights.matrix, 0, 0, 4096, of, 1}(0, 1, 4, out);
+      Fp8Fp16::Product{weights.matrix, 0, 0, 4096, of, 1}(0, 1, 4, 0, out);
       const double exact = value_of(code) * value * 4;
       expect(std::abs(out[0] - exact) <= kAllowed * exact, "fp16 products of constants");
     }

@@ -170,8 +170,6 @@ inline std::vector<float> run(const moe::Plan& plan, const Batch& batch) {
 
 // In fp16_test.cpp.
 void test_fp16();
-// In digits_test.cpp: on CPUs with VNNI and VBMI.
-void test_digits();
 // In doorbell_test.cpp.
 void test_doorbell();
 

@@ -180,10 +180,9 @@ inline void multiply_rows(const Rows<W, PairAt>& rows, const Tokens& tokens, std
   }
 }
 
-// Calls with(rows) for the weight rows that give rows [begin, end) of the intermediate dimension.
-template <class W, class Do>
-inline void with_up_rows(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end,
-                         const Do& with) {
+template <class W>
+void up_packed(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end,
+               std::byte* buffer) {
   const moe::Layer& layer = *work.layer;
   const int64_t step = layer.interleaved ? 2 : 1;
   const int64_t unit = layer.gated ? kTile : 2 * kTile;
@@ -199,93 +198,70 @@ inline void with_up_rows(const moe::Work& work, const moe::Group& group, int64_t
   };
   const int64_t pairs = (end - begin + unit - 1) / unit;
   // Mostly the next task is of the same expert.
-  with(Rows<W, decltype(pair_at)>{.matrix = layer.w13,
-                                  .expert = group.expert,
-                                  .step = step,
-                                  .k_begin = 0,
-                                  .columns = layer.hidden,
-                                  .pairs = pairs,
-                                  .pair_at = pair_at,
-                                  .following = {group.expert, pair_at(pairs)}});
-}
-
-// The biases of a pair of row tiles; zeros without.
-struct PairBias {
-  alignas(64) float first[kTile] = {};
-  alignas(64) float second[kTile] = {};
-
-  void load(const moe::Layer& layer, const moe::Matrix& matrix, int64_t expert, int64_t step,
-            const TilePair& pair) {
-    load_bias(layer, matrix, expert, pair.first, step, pair.first_rows, first);
-    load_bias(layer, matrix, expert, pair.second, step, pair.second_rows, second);
-  }
-};
-
-template <class W>
-void up_packed(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end,
-               std::byte* buffer) {
-  const moe::Layer& layer = *work.layer;
-  const Tokens tokens{packed_blocks(work.packed_x, group, layer.hidden), block_count(group),
-                      tile_steps(layer.hidden)};
+  const Rows<W, decltype(pair_at)> weights{.matrix = layer.w13,
+                                           .expert = group.expert,
+                                           .step = step,
+                                           .k_begin = 0,
+                                           .columns = layer.hidden,
+                                           .pairs = pairs,
+                                           .pair_at = pair_at,
+                                           .following = {group.expert, pair_at(pairs)}};
+  const int64_t steps = tile_steps(layer.hidden);
+  const Tokens tokens{work.packed_x + group.packed * steps * kTileBytes, block_count(group), steps};
   [[maybe_unused]] const TileScope scope;
-  PairBias bias;
+  alignas(64) float first_bias[kTile] = {};
+  alignas(64) float second_bias[kTile] = {};
 
-  with_up_rows<W>(work, group, begin, end, [&](const auto& rows) {
-    multiply_rows(rows, tokens, buffer, [&](int64_t i, int64_t from, int64_t to, Result* results) {
-      const TilePair pair = rows.pair_at(i);
-      const int64_t row = begin + i * (layer.gated ? kTile : 2 * kTile);
-      bias.load(layer, layer.w13, group.expert, rows.step, pair);
-      for (int64_t block = from; block < to; ++block, ++results) {
-        auto& gate = results->value[0];
-        auto& up = results->value[1];
-        const int64_t token = block * kTile;
-        const auto there = static_cast<__mmask16>((1u << min_of(kTile, group.count - token)) - 1);
-        const V::F scale =
-            layer.router_weight_on_input
-                ? _mm512_maskz_loadu_ps(there, work.pair_weight + group.begin + token)
-                : V::set(1.0f);
-        for (int64_t r = 0; r < kTile; ++r) {
-          const V::F a = V::fma(V::load(gate[r]), scale, V::set(bias.first[r]));
-          const V::F c = V::fma(V::load(up[r]), scale, V::set(bias.second[r]));
-          V::store(gate[r], layer.gated ? activate(layer, a, c) : activate_gate(layer, a));
-          if (!layer.gated) V::store(up[r], activate_gate(layer, c));
-        }
-        store_inner<W>(work, group, block, row, pair.first_rows, gate);
-        if (!layer.gated && pair.second_rows > 0) {
-          store_inner<W>(work, group, block, pair.second, pair.second_rows, up);
-        }
+  multiply_rows(weights, tokens, buffer, [&](int64_t i, int64_t from, int64_t to, Result* results) {
+    const TilePair pair = pair_at(i);
+    const int64_t row = begin + i * unit;
+    load_bias(layer, layer.w13, group.expert, pair.first, step, pair.first_rows, first_bias);
+    load_bias(layer, layer.w13, group.expert, pair.second, step, pair.second_rows, second_bias);
+    for (int64_t block = from; block < to; ++block, ++results) {
+      auto& gate = results->value[0];
+      auto& up = results->value[1];
+      const int64_t token = block * kTile;
+      const auto there = static_cast<__mmask16>((1u << min_of(kTile, group.count - token)) - 1);
+      const V::F scale = layer.router_weight_on_input
+                             ? _mm512_maskz_loadu_ps(there, work.pair_weight + group.begin + token)
+                             : V::set(1.0f);
+      for (int64_t r = 0; r < kTile; ++r) {
+        const V::F a = V::fma(V::load(gate[r]), scale, V::set(first_bias[r]));
+        const V::F c = V::fma(V::load(up[r]), scale, V::set(second_bias[r]));
+        V::store(gate[r], layer.gated ? activate(layer, a, c) : activate_gate(layer, a));
+        if (!layer.gated) V::store(up[r], activate_gate(layer, c));
       }
-    });
+      store_inner<W>(work, group, block, row, pair.first_rows, gate);
+      if (!layer.gated && pair.second_rows > 0) {
+        store_inner<W>(work, group, block, pair.second, pair.second_rows, up);
+      }
+    }
   });
 }
 
-// Adds 16 rows of one pair's product to its token's sums.
-inline void add_rows(const moe::Work& work, int64_t pair, int64_t row, int64_t rows,
-                     const float* bias, __m512 product) {
-  const moe::Layer& layer = *work.layer;
-  const auto mask = static_cast<__mmask16>((1u << rows) - 1);
-  const float weight = layer.router_weight_on_input ? 1.0f : work.pair_weight[pair];
-  float* sums = work.sums + work.pair_token[pair] * layer.hidden + row;
-  const __m512 term = _mm512_add_ps(product, _mm512_load_ps(bias));
-  const __m512 sum = _mm512_maskz_loadu_ps(mask, sums);
-  _mm512_mask_storeu_ps(sums, mask, _mm512_fmadd_ps(_mm512_set1_ps(weight), term, sum));
-}
-
-// The same of one block, [row][token].
+// Adds 16 rows of one block, [row][token], to the tokens' sums.
 inline void add_tile(const moe::Work& work, int64_t pair, int64_t tokens, int64_t row, int64_t rows,
                      const float* bias, const float (&value)[kTile][kTile]) {
+  const moe::Layer& layer = *work.layer;
   __m512i lanes[16];
   for (int64_t r = 0; r < kTile; ++r) lanes[r] = _mm512_load_si512(value[r]);
   transpose(lanes);
+  const auto mask = static_cast<__mmask16>((1u << rows) - 1);
+  const __m512 biases = _mm512_load_ps(bias);
   for (int64_t t = 0; t < tokens; ++t) {
-    add_rows(work, pair + t, row, rows, bias, _mm512_castsi512_ps(lanes[t]));
+    const float weight = layer.router_weight_on_input ? 1.0f : work.pair_weight[pair + t];
+    float* sums = work.sums + work.pair_token[pair + t] * layer.hidden + row;
+    const __m512 term = _mm512_add_ps(_mm512_castsi512_ps(lanes[t]), biases);
+    const __m512 sum = _mm512_maskz_loadu_ps(mask, sums);
+    _mm512_mask_storeu_ps(sums, mask, _mm512_fmadd_ps(_mm512_set1_ps(weight), term, sum));
   }
 }
 
-// Calls with(rows) for rows [begin, end) of w2.
-template <class W, class Do>
-inline void with_down_rows(const moe::Work& work, const moe::Group& group, int64_t begin,
-                           int64_t end, const Do& with) {
+template <class W>
+void down_packed(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end,
+                 std::byte* buffer) {
+  const moe::Layer& layer = *work.layer;
+  const int64_t columns = work.inner_end - work.inner_begin;
   const auto pair_at = [&](int64_t i) -> TilePair {
     const int64_t row = begin + i * 2 * kTile;
     const int64_t second = row + kTile;
@@ -296,43 +272,37 @@ inline void with_down_rows(const moe::Work& work, const moe::Group& group, int64
   const Place following = &group + 1 < work.groups + work.group_count
                               ? Place{(&group + 1)->expert, pair_at(0)}
                               : Place{work.groups->expert, pair_at(pairs)};
-  with(Rows<W, decltype(pair_at)>{.matrix = work.layer->w2,
-                                  .expert = group.expert,
-                                  .step = 1,
-                                  .k_begin = work.inner_begin,
-                                  .columns = work.inner_end - work.inner_begin,
-                                  .pairs = pairs,
-                                  .pair_at = pair_at,
-                                  .following = following});
-}
-
-template <class W>
-void down_packed(const moe::Work& work, const moe::Group& group, int64_t begin, int64_t end,
-                 std::byte* buffer) {
-  const moe::Layer& layer = *work.layer;
-  const int64_t columns = work.inner_end - work.inner_begin;
-  const Tokens tokens{packed_blocks(work.packed_inner, group, columns), block_count(group),
-                      tile_steps(columns)};
+  const Rows<W, decltype(pair_at)> weights{.matrix = layer.w2,
+                                           .expert = group.expert,
+                                           .step = 1,
+                                           .k_begin = work.inner_begin,
+                                           .columns = columns,
+                                           .pairs = pairs,
+                                           .pair_at = pair_at,
+                                           .following = following};
+  const int64_t steps = tile_steps(columns);
+  const Tokens tokens{work.packed_inner + group.packed * steps * kTileBytes, block_count(group),
+                      steps};
   [[maybe_unused]] const TileScope scope;
-  PairBias bias;
+  alignas(64) float bias[2 * kTile] = {};
 
-  with_down_rows<W>(work, group, begin, end, [&](const auto& rows) {
-    multiply_rows(rows, tokens, buffer,
-                  [&](int64_t i, int64_t from, int64_t to, const Result* results) {
-                    const TilePair pair = rows.pair_at(i);
-                    if (work.inner_begin == 0) bias.load(layer, layer.w2, group.expert, 1, pair);
-                    for (int64_t block = from; block < to; ++block, ++results) {
-                      const int64_t first_pair = group.begin + block * kTile;
-                      const int64_t tokens = min_of(kTile, group.count - block * kTile);
-                      add_tile(work, first_pair, tokens, pair.first, pair.first_rows, bias.first,
-                               results->value[0]);
-                      if (pair.second_rows > 0) {
-                        add_tile(work, first_pair, tokens, pair.second, pair.second_rows,
-                                 bias.second, results->value[1]);
-                      }
-                    }
-                  });
-  });
+  multiply_rows(
+      weights, tokens, buffer, [&](int64_t i, int64_t from, int64_t to, const Result* results) {
+        const TilePair pair = pair_at(i);
+        if (work.inner_begin == 0) {
+          load_bias(layer, layer.w2, group.expert, pair.first, 1,
+                    pair.first_rows + pair.second_rows, bias);
+        }
+        for (int64_t block = from; block < to; ++block, ++results) {
+          const int64_t first_pair = group.begin + block * kTile;
+          const int64_t tokens = min_of(kTile, group.count - block * kTile);
+          add_tile(work, first_pair, tokens, pair.first, pair.first_rows, bias, results->value[0]);
+          if (pair.second_rows > 0) {
+            add_tile(work, first_pair, tokens, pair.second, pair.second_rows, bias + kTile,
+                     results->value[1]);
+          }
+        }
+      });
 }
 
 template <class Small, class W>
@@ -358,18 +328,13 @@ void down_either(const moe::Work& work, int64_t begin, int64_t end, std::byte* b
 
 inline int64_t buffer_bytes(const moe::Layer&) { return sizeof(Buffer); }
 
-template <class W>
-moe::Packing packing(const moe::Layer&) {
-  return {W::kPackedTokens, 0, moe::kPackBlock};
-}
-
 template <class Small>
 void finish_small(const moe::Work& work, const moe::Group& group) {
   if (group.packed < 0) finish_rows<Small>(work, group);
 }
 template <class Small>
-constexpr auto finish_of() -> void (*)(const moe::Work&, const moe::Group&) {
-  if constexpr (requires { typename Small::Product; }) {
+constexpr auto finish_of_small() -> void (*)(const moe::Work&, const moe::Group&) {
+  if constexpr (finish_of<Small>() != nullptr) {
     return finish_small<Small>;
   } else {
     return nullptr;
@@ -382,8 +347,8 @@ constexpr moe::Kernels kTileKernels{sizeof(typename Small::Operand),
                                     prepare<Small>,
                                     up_either<Small, W>,
                                     down_either<Small, W>,
-                                    finish_of<Small>(),
-                                    packing<W>,
+                                    finish_of_small<Small>(),
+                                    W::kPackedTokens,
                                     pack<W>,
                                     buffer_bytes};
 

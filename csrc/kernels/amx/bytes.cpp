@@ -2,9 +2,9 @@
 // vec.h comes first: the others are written over its V.
 #include "kernels/activation.h"
 #include "kernels/formats/fp8_halves.h"
+#include "kernels/formats/int8_quads.h"
 // After the formats.
-#include "kernels/amx/byte_codes.h"
-#include "kernels/amx/few_tokens.h"
+#include "kernels/amx/body.h"
 #include "kernels/amx/weights.h"
 
 namespace moe::amx {
@@ -13,8 +13,10 @@ const Kernels* bytes(Format format) {
   switch (format) {
     case Format::kFp8:
       return &kTileKernels<Fp8Halves, Fp8Tiles>;
+    // By bf16 tiles too: int8 tiles would need the activations rounded to 8 bits, which costs more
+    // accuracy than the format itself.
     case Format::kInt8:
-      return &EitherTiles<Int8Codes, Int8Tiles>::kKernels;
+      return &kTileKernels<RowQuads<Int8Quads>, Int8Tiles>;
     default:
       return nullptr;
   }

@@ -25,11 +25,13 @@ inline __m256i scaled(__m512 values, float scale) {
   return (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(values, V::set(scale)));
 }
 
-// F gives rows, `table` for the columns from k on, of which `left` are there, and how many share
-// it.
+// F gives from how many tokens on tiles are faster than nibble_quads.h, rows, `table` for the
+// columns from k on, of which `left` are there, and how many share it.
 template <class F>
 struct NibbleTiles : F, NibbleColumns {
   static constexpr bool kIsTileRow = false;
+  static constexpr int64_t kPackedTokens = F::kLeastTokens;
+
   using State = NoState;
   static void unpack(const NibbleRow& row, int64_t columns, std::byte* to, State&) {
     const __m512i shifts =
@@ -50,6 +52,7 @@ struct NibbleTiles : F, NibbleColumns {
 
 // One table for all 32 columns: twice, so that what is above a nibble need not be masked.
 struct OneTileTable {
+  static constexpr int64_t kLeastTokens = 12;
   static __m512i codes(__m512i nibbles) { return nibbles; }
   static __m512i twice(__m256i table) { return _mm512_broadcast_i64x4(table); }
 };
@@ -72,6 +75,7 @@ struct Mxfp4Tiles : Mxfp4Rows, OneTileTable {
 
 // A table for either 16 columns: the second for words 4 to 7 of each lane.
 struct Nvfp4Tiles : Nvfp4Rows {
+  static constexpr int64_t kLeastTokens = 16;
   static int64_t table_columns(const NibbleRow&) { return kTileColumns; }
   static __m512i table(const NibbleRow& row, int64_t k, int64_t left) {
     const __m256i first = scaled(V::e2m1_values(), scale(row, k));

@@ -33,18 +33,6 @@ struct Tokens {
   }
 };
 
-// Of one packed block of rows of so many columns.
-inline int64_t packed_block_bytes(int64_t columns) {
-  const int64_t padded =
-      (columns + moe::kOperandAlign - 1) / moe::kOperandAlign * moe::kOperandAlign;
-  return padded * moe::kPackedColumnBytes + moe::kPackedHeaderBytes;
-}
-
-// Those that a group has.
-inline std::byte* packed_blocks(std::byte* packed, const moe::Group& group, int64_t columns) {
-  return packed + group.packed * packed_block_bytes(columns);
-}
-
 inline int64_t block_count(const moe::Group& group) { return (group.count + kTile - 1) / kTile; }
 
 // Two vectors of floats to bf16 pairs: a in the low halves, b in the high ones.
@@ -132,7 +120,7 @@ void pack(const moe::Work& work, const moe::Group& group, int64_t block) {
   const int64_t count = group.count - first < kTile ? group.count - first : kTile;
   const int32_t* tokens = work.pair_token + group.begin + first;
   const int64_t steps = tile_steps(layer.hidden);
-  const Tokens packed{packed_blocks(work.packed_x, group, layer.hidden), block_count(group), steps};
+  const Tokens packed{work.packed_x + group.packed * steps * kTileBytes, block_count(group), steps};
   const auto pack_from = [&](const auto* source) {
     pack_tokens<W>(source, tokens, count, layer.hidden, packed, block);
   };
@@ -150,11 +138,10 @@ void pack(const moe::Work& work, const moe::Group& group, int64_t block) {
 template <class W>
 inline void store_inner(const moe::Work& work, const moe::Group& group, int64_t block, int64_t row,
                         int64_t rows, const float (&value)[kTile][kTile]) {
-  const int64_t columns = work.inner_end - work.inner_begin;
+  const int64_t steps = tile_steps(work.inner_end - work.inner_begin);
   const int64_t column = row - work.inner_begin;
-  std::byte* tile =
-      packed_blocks(work.packed_inner, group, columns) +
-      tile_offset(block_count(group), tile_steps(columns), block, column / kTileColumns);
+  std::byte* tile = work.packed_inner + group.packed * steps * kTileBytes +
+                    tile_offset(block_count(group), steps, block, column / kTileColumns);
   const int64_t half = column % kTileColumns / kTile;
   // The tile's second half too, where the rows end in its first.
   const bool last = half == 0 && row + rows == work.inner_end;

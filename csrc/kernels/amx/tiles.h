@@ -9,9 +9,8 @@
 
 namespace {
 
-// All eight tiles: 16 rows of 64 bytes, but for results and operands of fewer columns: the first
-// four. Constants and not locals: GCC's ldtilecfg tells the compiler that it reads 8 bytes, which
-// may then leave out the rest of a local.
+// All eight tiles: 16 rows of 64 bytes. A constant and not a local: GCC's ldtilecfg tells the
+// compiler that it reads 8 bytes, which may then leave out the rest of a local.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -19,19 +18,7 @@ struct alignas(64) TileConfig {
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
-struct TileConfigs {
-  TileConfig of[8];  // two columns and more
-};
-constexpr TileConfigs tile_configs() {
-  TileConfigs configs{};
-  for (int i = 0; i < 8; ++i) {
-    for (int tile = 0; tile < 4; ++tile) {
-      configs.of[i].row_bytes[tile] = static_cast<uint16_t>(8 * (i + 1));
-    }
-  }
-  return configs;
-}
-[[maybe_unused]] constexpr TileConfigs kTileConfigs = tile_configs();
+[[maybe_unused]] constexpr TileConfig kTileConfig;
 
 #ifdef MOE_EMULATE_AMX
 
@@ -39,26 +26,20 @@ struct EmulatedTile {
   alignas(64) std::byte bytes[16][64];
 };
 thread_local EmulatedTile emulated_tiles[8];
-thread_local int64_t emulated_columns = 16;
 
-inline void emulated_zero(int tile) {
-  __builtin_memset(&emulated_tiles[tile], 0, sizeof(EmulatedTile));
-}
-inline size_t emulated_bytes(int tile) {
-  return tile < 4 ? static_cast<size_t>(4 * emulated_columns) : 64;
-}
 inline void emulated_load(int tile, const void* base, int64_t stride) {
-  emulated_zero(tile);
   for (int r = 0; r < 16; ++r) {
     __builtin_memcpy(emulated_tiles[tile].bytes[r],
-                     static_cast<const std::byte*>(base) + r * stride, emulated_bytes(tile));
+                     static_cast<const std::byte*>(base) + r * stride, 64);
   }
 }
 inline void emulated_store(int tile, void* base, int64_t stride) {
   for (int r = 0; r < 16; ++r) {
-    __builtin_memcpy(static_cast<std::byte*>(base) + r * stride, emulated_tiles[tile].bytes[r],
-                     emulated_bytes(tile));
+    __builtin_memcpy(static_cast<std::byte*>(base) + r * stride, emulated_tiles[tile].bytes[r], 64);
   }
+}
+inline void emulated_zero(int tile) {
+  __builtin_memset(&emulated_tiles[tile], 0, sizeof(EmulatedTile));
 }
 inline void emulated_multiply(int to, int a, int b) {
   for (int r = 0; r < 16; ++r) {
@@ -72,35 +53,13 @@ inline void emulated_multiply(int to, int a, int b) {
     _mm512_store_ps(emulated_tiles[to].bytes[r], sum);
   }
 }
-inline void emulated_multiply_bytes(int to, int a, int b) {
-  // vpdpwssd, of words, gives the exact sums too.
-  for (int r = 0; r < 16; ++r) {
-    __m512i sum = _mm512_load_si512(emulated_tiles[to].bytes[r]);
-    for (int four = 0; four < 16; ++four) {
-      int32_t codes;
-      __builtin_memcpy(&codes, emulated_tiles[a].bytes[r] + 4 * four, 4);
-      const __m512i w = _mm512_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(codes)));
-      const __m512i x = _mm512_load_si512(emulated_tiles[b].bytes[four]);
-      const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8);
-      const __m512i odd = _mm512_srai_epi16(x, 8);
-      // Of four, the even ones and the odd ones, each two words.
-      const __m512i w_even = _mm512_shuffle_epi8(w, _mm512_set1_epi32(0x05040100));
-      const __m512i w_odd = _mm512_shuffle_epi8(w, _mm512_set1_epi32(0x07060302));
-      sum = _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, w_even), odd, w_odd);
-    }
-    _mm512_store_si512(emulated_tiles[to].bytes[r], sum);
-  }
-}
 #define MOE_TILE_LOAD(tile, base, stride) emulated_load(tile, base, stride)
 #define MOE_TILE_STORE(tile, base, stride) emulated_store(tile, base, stride)
 #define MOE_TILE_ZERO(tile) emulated_zero(tile)
 #define MOE_TILE_MULTIPLY(to, a, b) emulated_multiply(to, a, b)
-#define MOE_TILE_MULTIPLY_BYTES(to, a, b) emulated_multiply_bytes(to, a, b)
 
 // Held while tiles are in use.
-struct TileScope {
-  explicit TileScope(int64_t columns = 16) { emulated_columns = columns; }
-};
+struct TileScope {};
 
 #else
 
@@ -108,12 +67,10 @@ struct TileScope {
 #define MOE_TILE_STORE(tile, base, stride) _tile_stored(tile, base, static_cast<long>(stride))
 #define MOE_TILE_ZERO(tile) _tile_zero(tile)
 #define MOE_TILE_MULTIPLY(to, a, b) _tile_dpbf16ps(to, a, b)
-#define MOE_TILE_MULTIPLY_BYTES(to, a, b) _tile_dpbssd(to, a, b)
 
 // Held while tiles are in use: released tiles need not be saved on a context switch.
 struct TileScope {
-  // Of results and operands with so many columns, an even number.
-  explicit TileScope(int64_t columns = 16) { _tile_loadconfig(&kTileConfigs.of[columns / 2 - 1]); }
+  TileScope() { _tile_loadconfig(&kTileConfig); }
   ~TileScope() { _tile_release(); }
 };
 
@@ -126,11 +83,6 @@ constexpr int64_t kTileBytes = 1024;
 // The result for two tiles of weight rows and one of tokens: [row tile][row][token].
 struct Result {
   alignas(64) float value[2][kTile][kTile];
-};
-
-// For permutations of bytes.
-struct alignas(64) ByteIndices {
-  uint8_t index[64];
 };
 
 // Of weights whose rows are unpacked each by itself.

@@ -31,6 +31,8 @@ struct Bf16Tiles : Bf16Pairs, NaturalColumns {
 
 struct Int8Tiles : Bytes<moe::Format::kInt8>, NaturalColumns {
   static constexpr bool kIsTileRow = false;
+  // Below, int8_quads.h.
+  static constexpr int64_t kPackedTokens = 12;
   using State = NoState;
   static void unpack(const Row& row, int64_t columns, std::byte* to, State&) {
     for (int64_t c = 0; c < columns; c += kTileColumns, to += kTileBytes) {
@@ -41,6 +43,9 @@ struct Int8Tiles : Bytes<moe::Format::kInt8>, NaturalColumns {
   }
 };
 
+struct alignas(64) ByteIndices {
+  uint8_t index[64];
+};
 constexpr ByteIndices every_other_byte(int first) {
   ByteIndices indices{};
   for (int i = 0; i < 64; ++i) indices.index[i] = static_cast<uint8_t>(2 * i + first);

@@ -1,7 +1,7 @@
 #include "kernels/avx512/vec.h"
 // vec.h comes first: the others are written over its V.
 #include "kernels/activation.h"
-#include "kernels/formats/nibble_words.h"
+#include "kernels/formats/nibble_quads.h"
 // After the formats.
 #include "kernels/body.h"
 
@@ -10,11 +10,11 @@ namespace moe::avx512_vnni {
 const Kernels* nibbles(Format format, Dtype) {
   switch (format) {
     case Format::kInt4:
-      return &kKernels<NibbleWords<Int4Bytes>>;
+      return &kKernels<RowQuads<AnyInt4Quads>>;
     case Format::kMxfp4:
-      return &kKernels<NibbleWords<Mxfp4Bytes>>;
+      return &kKernels<RowQuads<Mxfp4Quads>>;
     case Format::kNvfp4:
-      return &kKernels<NibbleWords<Nvfp4Bytes>>;
+      return &kKernels<RowQuads<Nvfp4Quads>>;
     default:
       return nullptr;
   }

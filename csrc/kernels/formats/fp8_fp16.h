@@ -79,10 +79,10 @@ struct Fp8Fp16 : Fp8Words {
     const float* const* x;
     int64_t tokens;
 
-    void operator()(int64_t first, int64_t step, int64_t rows, float* out) const {
+    void operator()(int64_t first, int64_t step, int64_t rows, int64_t jump, float* out) const {
       for (int64_t r = 0; r < rows;) {
         const int64_t count = alike(first + r * step, step, rows - r);
-        multiply(first + r * step, step, count, out + r);
+        multiply(first + r * step, step, count, r + count < rows ? 0 : jump, out + r);
         r += count;
       }
     }
@@ -99,16 +99,20 @@ struct Fp8Fp16 : Fp8Words {
       return count < rows ? count : rows;
     }
 
-    void multiply(int64_t first, int64_t step, int64_t rows, float* out) const {
+    void multiply(int64_t first, int64_t step, int64_t rows, int64_t jump, float* out) const {
       const Row one = row(matrix, expert, first, k_begin);
       Scales scales{};
       if (has_blocks()) scales = Scales::of(one.scale, ((k_count - 1) >> one.shift) + 1);
       const int64_t bytes = step * matrix.row_bytes;
       int64_t r = 0;
-      for (; r + kRows <= rows; r += kRows) {
-        over_tokens<kRows>(one.weight + r * bytes, bytes, scales, out + r);
-      }
-      for (; r < rows; ++r) over_tokens<1>(one.weight + r * bytes, bytes, scales, out + r);
+      const auto pass = [&]<int kCount>() {
+        const PassesAhead ahead(kCount, bytes, k_count, rows, jump);
+        for (; r + kCount <= rows; r += kCount) {
+          over_tokens<kCount>(one.weight + r * bytes, bytes, scales, ahead.from(r), out + r);
+        }
+      };
+      pass.template operator()<kRows>();
+      pass.template operator()<1>();
       for (int64_t t = 0; t < tokens; ++t) {
         const float unit = x[t][stride(k_count) / 2];
         for (r = 0; r < rows; ++r) {
@@ -122,9 +126,8 @@ struct Fp8Fp16 : Fp8Words {
     }
 
     template <int kRows>
-    void over_tokens(const uint8_t* w, int64_t row_bytes, const Scales& scales, float* out) const {
-      const int64_t pass = kRows * row_bytes;
-      const int64_t ahead = (kAheadBytes + pass - 1) / pass * pass;
+    void over_tokens(const uint8_t* w, int64_t row_bytes, const Scales& scales,
+                     const PassAhead& ahead, float* out) const {
       int64_t t = 0;
       const auto next = [&]<int kTokens>() {
         const auto* const* from = reinterpret_cast<const uint16_t* const*>(x + t);
@@ -175,7 +178,7 @@ struct Fp8Fp16 : Fp8Words {
   // whatever the number of either.
   template <int kRows, int kTokens, bool kPrefetch>
   static void dot(const uint8_t* w, int64_t row_bytes, const uint16_t* const* x, int64_t columns,
-                  const Scales& scales, int64_t ahead, float* out) {
+                  const Scales& scales, const PassAhead& ahead, float* out) {
     V::F sum[kRows][kTokens];
     for (int r = 0; r < kRows; ++r) {
       for (int t = 0; t < kTokens; ++t) sum[r][t] = V::zero();
@@ -195,7 +198,8 @@ struct Fp8Fp16 : Fp8Words {
   template <int kRows, int kTokens, bool kPrefetch>
   [[gnu::always_inline]] static void add_chunk(const uint8_t* w, int64_t row_bytes,
                                                const uint16_t* const* x, int64_t first,
-                                               int64_t columns, const Scales& scales, int64_t ahead,
+                                               int64_t columns, const Scales& scales,
+                                               const PassAhead& ahead,
                                                V::F (&sum)[kRows][kTokens]) {
     uint16_t scale[kGroups];
     scales.take(first / kGroup, scale);
@@ -208,11 +212,12 @@ struct Fp8Fp16 : Fp8Words {
     int64_t k = 0;
     for (; k + kGroup <= columns; k += kGroup) {
       if constexpr (kPrefetch) {
+        const int64_t near[2] = {ahead.near_of(first + k), ahead.near_of(first + k + kLine)};
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
           const auto* at = reinterpret_cast<const std::byte*>(w + r * row_bytes + k);
-          fetch_ahead(at, ahead);
-          fetch_ahead(at + kLine, ahead);
+          fetch_ahead(at, ahead.far, near[0]);
+          fetch_ahead(at + kLine, ahead.far, near[1]);
         }
       }
       add_group<kRows, kTokens>(w + k, row_bytes, x, first + k, kGroup, scale[k / kGroup], sums);
