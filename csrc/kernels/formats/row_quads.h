@@ -262,7 +262,7 @@ struct RowQuads : F {
 
   // Floats to a block where they lie; returns whether it has rests.
   static int32_t to_digits(float* x) {
-    constexpr int kVectors = kQuadColumns / V::kWidth;
+    constexpr int kVectors = 8;
     V::F scaled[kVectors];
     // As whole numbers, so that NaN is the largest.
     __m512i most = _mm512_setzero_si512();
@@ -281,48 +281,66 @@ struct RowQuads : F {
     }
 
     auto& block = *reinterpret_cast<DigitBlock*>(x);
-    int8_t bytes[3][kQuadColumns];
+    __m512i high[kVectors];
+    __m512i low[kVectors];
     for (int i = 0; i < kVectors; ++i) {
       const __m512i whole = _mm512_cvtps_epi32(scaled[i]);
-      const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
-      const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(whole, low), 8);
-      const V::F rest = V::sub(scaled[i], _mm512_cvtepi32_ps(whole));
-      const auto store = [&](int digit, __m128i values) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes[digit] + i * V::kWidth), values);
-      };
-      store(0, _mm512_cvtepi32_epi8(high));
-      store(1, _mm512_cvtepi32_epi8(low));
-      store(2, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(V::mul(rest, V::set(256.0f)))));
+      low[i] = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
+      high[i] = _mm512_srai_epi32(_mm512_sub_epi32(whole, low[i]), 8);
     }
     __m512i sums[2];
-    order(bytes[0], block.high, sums);
+    const int without_high = order(high, block.high, sums);
     __m512i low_sums[2];
-    order(bytes[1], block.low, low_sums);
+    order(low, block.low, low_sums);
     for (int i = 0; i < 2; ++i) {
       sums[i] = _mm512_add_epi32(_mm512_slli_epi32(sums[i], 8), low_sums[i]);
     }
     set_start(sums, block.start);
     set_scale(largest * (F::kUnit / kMost), block);
-    block.has_rest = !is_infinite && needs_rest(scaled);
+    block.has_rest = !is_infinite && needs_rest(scaled, without_high);
     if (block.has_rest != 0) {
-      order(bytes[2], block.rest, sums);
+      for (int i = 0; i < kVectors; ++i) {
+        const V::F rest = V::sub(scaled[i], _mm512_cvtepi32_ps(_mm512_cvtps_epi32(scaled[i])));
+        // Halves are 128.
+        high[i] = _mm512_min_epi32(_mm512_cvtps_epi32(V::mul(rest, V::set(256.0f))),
+                                   _mm512_set1_epi32(127));
+      }
+      order(high, block.rest, sums);
       set_start(sums, block.rest_start);
     }
     return block.has_rest;
   }
 
-  // Digits in the order of the codes, and their sums in each half, by lanes of four.
-  static void order(const int8_t (&from)[kQuadColumns], int8_t (&to)[kQuadColumns],
-                    __m512i (&sums)[2]) {
-    const __m512i first = _mm512_loadu_si512(from);
-    const __m512i second = _mm512_loadu_si512(from + 64);
+  // Digits as bytes in the order of the codes, and their sums in each half, by lanes of four;
+  // returns how many are zero.
+  static int order(const __m512i (&from)[8], int8_t (&to)[kQuadColumns], __m512i (&sums)[2]) {
+    __m512i bytes[2];
     for (int i = 0; i < 2; ++i) {
-      const __m512i digits =
-          _mm512_permutex2var_epi8(first, _mm512_load_si512(F::kOrder.column + 64 * i), second);
+      const __m512i* four = from + 4 * i;
+      bytes[i] = _mm512_packs_epi16(_mm512_packs_epi32(four[0], four[1]),
+                                    _mm512_packs_epi32(four[2], four[3]));
+    }
+    int zeros = 0;
+    for (int i = 0; i < 2; ++i) {
+      const __m512i digits = _mm512_permutex2var_epi8(
+          bytes[0], _mm512_load_si512(kPackedOrder.column + 64 * i), bytes[1]);
       _mm512_storeu_si512(to + 64 * i, digits);
       sums[i] = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), digits);
+      zeros += __builtin_popcountll(_mm512_testn_epi8_mask(digits, digits));
     }
+    return zeros;
   }
+
+  // Where the columns of F::kOrder are once numbers of 32 bits are packed to bytes, lane by lane.
+  static constexpr DigitOrder kPackedOrder = [] {
+    DigitOrder order{};
+    for (int at = 0; at < kQuadColumns; ++at) {
+      const int column = F::kOrder.column[at];
+      const int half = column / 64, vector = column / 16 % 4, lane = column / 4 % 4;
+      order.column[at] = static_cast<uint8_t>(64 * half + 16 * lane + 4 * vector + column % 4);
+    }
+    return order;
+  }();
 
   static void set_start(const __m512i (&sums)[2], int32_t (&start)[2][4]) {
     const auto lanes = [](__m512i v) {
@@ -348,19 +366,15 @@ struct RowQuads : F {
     }
   }
 
-  // Whether most of them, zeros aside, have less than 7 bits of the 15. What is lost of a few is
-  // lost among the others.
-  template <int kVectors>
-  static bool needs_rest(const V::F (&scaled)[kVectors]) {
-    int there = 0;
-    int small = 0;
+  // Whether most of them, zeros aside, have less than 7 bits of the 15: those without a high digit,
+  // which zeros lack too. What is lost of a few is lost among the others.
+  static bool needs_rest(const V::F (&scaled)[8], int without_high) {
+    if (2 * without_high <= kQuadColumns) return false;
+    int zeros = 0;
     for (const V::F& v : scaled) {
-      const V::F size = V::abs(v);
-      const __mmask16 any = _mm512_cmp_ps_mask(size, V::zero(), _CMP_GT_OQ);
-      there += __builtin_popcount(any);
-      small += __builtin_popcount(any & _mm512_cmp_ps_mask(size, V::set(128.0f), _CMP_LT_OQ));
+      zeros += __builtin_popcount(_mm512_cmp_ps_mask(v, V::zero(), _CMP_EQ_OQ));
     }
-    return 2 * small > there;
+    return 2 * (without_high - zeros) > kQuadColumns - zeros;
   }
 
   // 1 and -1 for infinities, 0 for the others.
