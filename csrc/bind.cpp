@@ -268,7 +268,7 @@ NB_MODULE(_engine, m) {
                        const nb::gil_scoped_release unlocked;
                        return engine.phase_seconds();
                      }();
-                     return nb::make_tuple(seconds.prepare, seconds.up, seconds.down);
+                     return nb::make_tuple(seconds.prepare, seconds.up, seconds.down, seconds.call);
                    })
       .def("tile_multiply_adds", &moe::tile_multiply_adds, "count"_a,
            nb::call_guard<nb::gil_scoped_release>());

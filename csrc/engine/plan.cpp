@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <limits>
 #include <map>
@@ -254,10 +255,13 @@ void Plan::run(const Job& job, const Routing& routing) const {
   check_routing(routing, layer_.experts);
   engine_->pool_->require_usable();
   const std::lock_guard<std::recursive_mutex> lock(engine_->pool_->mutex());
+  const auto began = std::chrono::steady_clock::now();
   engine_->seconds_ = {};
   for (int64_t begin = 0; begin < routing.tokens; begin += chunk_) {
     run_chunk(job, routing, begin, std::min(begin + chunk_, routing.tokens));
   }
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+  engine_->seconds_.call = took.count();
 }
 
 void Plan::run_chunk(const Job& job, const Routing& routing, int64_t begin, int64_t end) const {

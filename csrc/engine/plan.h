@@ -31,11 +31,12 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
-// How long the phases of a call took.
+// How long a call took, and its phases.
 struct PhaseSeconds {
   double prepare;  // operands of the tokens; 0 where that was too little to share out
   double up;       // w13 and the activation
   double down;     // w2 and the sums
+  double call;     // all of it, from when no other call had the threads
 };
 
 // NUMA: of w2's rows, of the gate rows and of the up rows of every expert, each node's threads

@@ -52,7 +52,7 @@ struct NibbleTiles : F, NibbleColumns {
 
 // One table for all 32 columns: twice, so that what is above a nibble need not be masked.
 struct OneTileTable {
-  static constexpr int64_t kLeastTokens = 12;
+  static constexpr int64_t kLeastTokens = 10;
   static __m512i codes(__m512i nibbles) { return nibbles; }
   static __m512i twice(__m256i table) { return _mm512_broadcast_i64x4(table); }
 };

@@ -32,7 +32,7 @@ struct Bf16Tiles : Bf16Pairs, NaturalColumns {
 struct Int8Tiles : Bytes<moe::Format::kInt8>, NaturalColumns {
   static constexpr bool kIsTileRow = false;
   // Below, int8_quads.h.
-  static constexpr int64_t kPackedTokens = 12;
+  static constexpr int64_t kPackedTokens = 10;
   using State = NoState;
   static void unpack(const Row& row, int64_t columns, std::byte* to, State&) {
     for (int64_t c = 0; c < columns; c += kTileColumns, to += kTileBytes) {

@@ -33,8 +33,9 @@ REPEATS = 7
 # Bytes of the random numbers that the memory repeats.
 _BLOCK = 1 << 23
 
-# What `CpuExpertEngine.phase_seconds` tells of a call; the rest of it is overhead.
-PHASES = ("prepare_ms", "up_ms", "down_ms")
+# What `CpuExpertEngine.phase_seconds` tells of a call, the rest of which is overhead; and what
+# Python adds to it.
+PHASES = ("prepare_ms", "up_ms", "down_ms", "python_ms")
 
 # What rows of other benchmarks have and this one's leave open.
 _OPEN = dict.fromkeys(
@@ -61,7 +62,8 @@ def bench_cpu(
 
     Each call routes `rows` tokens to the same 8 experts, the next call to 8 others, so that every
     expert has that many rows and its weights are not in a cache. `weight_gb_per_s` counts the bytes
-    of those experts; `tflop_per_s` counts 6 H I operations for each row and expert.
+    of those experts; `tflop_per_s` counts 6 H I operations for each row and expert. A call is timed
+    by the engine: as a doorbell makes it, without Python, of which nothing is in a cache either.
 
     Args:
         shapes: (hidden, intermediate) of an expert.
@@ -204,8 +206,10 @@ def _bench_engine(
             for ids in calls:
                 start = time.perf_counter()
                 plan.run(x, ids, weights, out)
-                times.append(time.perf_counter() - start)
-                phases.append([1e3 * seconds for seconds in engine.phase_seconds])
+                in_python = time.perf_counter() - start
+                *of_phases, call = engine.phase_seconds
+                times.append(call)
+                phases.append([1e3 * seconds for seconds in (*of_phases, in_python - call)])
             figure = _add_times(add, "cpu", spec, count, times[1:], who)
             for phase, milliseconds in zip(PHASES, zip(*phases[1:], strict=True), strict=True):
                 add(metric=phase, unit="ms", **figure, **_median(milliseconds))

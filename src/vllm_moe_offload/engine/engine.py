@@ -136,10 +136,11 @@ class CpuExpertEngine:
         return 2 * rate / 1e12 if rate else None
 
     @property
-    def phase_seconds(self) -> tuple[float, float, float]:
-        """Seconds of the last call: the tokens' operands; w13 and the activation; w2 and the sums.
+    def phase_seconds(self) -> tuple[float, float, float, float]:
+        """Seconds of the last call's phases, and of all of it without what Python does for it.
 
-        The first is 0 where it was too little to be shared out.
+        The tokens' operands, 0 where that was too little to be shared out; w13 and the activation;
+        w2 and the sums.
         """
         return self._open().phase_seconds
 

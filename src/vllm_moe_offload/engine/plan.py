@@ -15,12 +15,12 @@ class ExpertPlan:
 
     Products accumulate in float32. The activated intermediate rows stay float32 too, except where
     the inputs are bf16 and the instruction set multiplies bf16 (avx512_bf16, but for INT8; amx, for
-    bf16 weights, and for others where an expert has 8 tokens or more, 12 of INT4, MXFP4 and INT8, 16
-    of NVFP4): there they are rounded to bf16. By weights of 4 bits and INT8, avx512_vnni and, for
-    fewer tokens, amx multiply activations rounded to 15 bits of the largest of each 128 columns.
-    Where that would leave more than half of those less than 7 bits, they take 8 more: finer than
-    bf16, but for those beside as many that are hundreds of times as large. Sums run in a fixed
-    order: the result does not depend on the thread count.
+    bf16 weights, and for others where an expert has 8 tokens or more, 10 of INT4, MXFP4 and INT8,
+    16 of NVFP4): there they are rounded to bf16. By weights of 4 bits and INT8, avx512_vnni and,
+    for fewer tokens, amx multiply activations rounded to 15 bits of the largest of each 128
+    columns. Where that would leave more than half of those less than 7 bits, they take 8 more:
+    finer than bf16, but for those beside as many that are hundreds of times as large. Sums run in a
+    fixed order: the result does not depend on the thread count.
     """
 
     def __init__(
