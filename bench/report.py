@@ -23,7 +23,10 @@ brackets the floor's share, the floor being a lower bound from rates measured in
 ([design](design.md), section 1). The rates are measured with the engines idle and vary, mostly by
 a tenth or two: where a share is above 100 %, the lanes (what serves a missing expert: the bus, the
 CPU) ran faster in the run than alone. Up to commit 2a4df13 they were read over 2 GiB, part of
-which a large cache keeps: these floors are up to a fifth too low. And engines that started beside
+which a large cache keeps: these floors are up to a fifth too low. The CPU engine is timed by its
+own clock since 2026-11-30 evening (its tables of 2026-11-29 are of other kernels, and with Python
+in each call: a tenth of 2048x768's with few rows); torch and kt-kernel are timed from Python, which
+took 20 to 50 us a call of ours (`python_ms` in the files). And engines that started beside
 others split their misses by what these left them then. The floors of prefills from before
 2026-11-30 have the CPU compute as much as it reads, and are too low for long prompts. Figures of
 different runs are not to be compared: machines differ; of runs with the same contestants the

@@ -98,7 +98,8 @@ def bench_cpu(
         str, typer.Option(help="Rows (tokens) an expert, comma-separated.")
     ] = "1,2,4,16,64,256,1024",
     isas: Annotated[
-        str | None, typer.Option(help="Instruction sets; the fastest by default.")
+        str | None,
+        typer.Option(help="Instruction sets; by default VLLM_MOE_OFFLOAD_ISA or the fastest."),
     ] = None,
     threads: Annotated[
         str | None, typer.Option(help="Thread counts; all physical cores by default.")

@@ -92,8 +92,9 @@ struct RowQuads : F {
         __m256 sums[kTokens];
         dot<Case, kTokens>(of, blocks + t, k_count, ahead, sums);
         for (int i = 0; i < kTokens; ++i, ++t) {
-          if (blocks[t]->row_has_rest != 0)
+          if (blocks[t]->row_has_rest != 0) {
             sums[i] = _mm256_add_ps(sums[i], rest<Case>(of, ahead, blocks[t]));
+          }
           _mm256_mask_storeu_ps(out + t * moe::kRowBlock, there, sums[i]);
         }
       };

@@ -69,7 +69,7 @@ def bench_cpu(
         shapes: (hidden, intermediate) of an expert.
         formats: Number formats of the weights.
         rows: Rows per expert.
-        isas: Instruction sets; None: the fastest this host has.
+        isas: Instruction sets; None: what VLLM_MOE_OFFLOAD_ISA names, or the fastest this host has.
         threads: Thread counts; None: all physical cores.
         gib: GiB of experts to rotate over: more than any cache.
         beside_torch: Also time torch's bf16 `linear` on the same experts.
@@ -87,7 +87,7 @@ def bench_cpu(
             count this host lacks, or `gib` too small for a call's experts or more than there is.
             Raised before anything is measured.
     """
-    with CpuExpertEngine(threads=1) as engine:
+    with CpuExpertEngine(threads=1, isa="scalar") as engine:
         counts = (engine.cores,) if threads is None else tuple(threads)
     names = (None,) if isas is None else tuple(isas)
     specs = [[_spec(*shape, format) for format in formats] for shape in shapes]
@@ -162,7 +162,8 @@ def _check(
     largest = max(spec.layout.nbytes for spec in specs)
     if _memory_bytes(gib) < TOP_K * largest:
         raise ValueError(
-            f"{gib} GiB do not hold the {TOP_K} experts of a call, {largest} bytes each: raise gib"
+            f"{gib} GiB do not hold the {TOP_K} experts of a call, "
+            f"{TOP_K * largest / 2**30:.2f} GiB: raise gib"
         )
 
 

@@ -137,10 +137,10 @@ class CpuExpertEngine:
 
     @property
     def phase_seconds(self) -> tuple[float, float, float, float]:
-        """Seconds of the last call's phases, and of all of it without what Python does for it.
+        """Seconds of the last call that computed: of its three phases, and of all of it.
 
         The tokens' operands, 0 where that was too little to be shared out; w13 and the activation;
-        w2 and the sums.
+        w2 and the sums; the call, without what Python does for it. Waits for a call in progress.
         """
         return self._open().phase_seconds
 

@@ -19,8 +19,9 @@ class ExpertPlan:
     16 of NVFP4): there they are rounded to bf16. By weights of 4 bits and INT8, avx512_vnni and,
     for fewer tokens, amx multiply activations rounded to 15 bits of the largest of each 128
     columns. Where that would leave more than half of those less than 7 bits, they take 8 more:
-    finer than bf16, but for those beside as many that are hundreds of times as large. Sums run in a
-    fixed order: the result does not depend on the thread count.
+    finer than bf16, but for those beside as many that are hundreds of times as large. FP8 of fewer
+    tokens amx multiplies by activations in fp16, where the CPU has AVX512-FP16, and adds up to 32
+    products in fp16. Sums run in a fixed order: the result does not depend on the thread count.
     """
 
     def __init__(
