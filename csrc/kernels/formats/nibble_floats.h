@@ -3,7 +3,7 @@
 // scales cost next to nothing. On Sapphire Rapids a vdpbf16ps takes as long as four f32
 // multiply-adds (0.85 and 0.19-0.31 ns, 16 threads), which give half its products: floats are
 // faster there, bf16 (nibble_pairs.h) on Zen 4, where it takes no longer than one. Faster still are
-// whole numbers (nibble_words.h): these are for CPUs without VNNI, and for finer activations.
+// whole numbers (nibble_quads.h): these are for CPUs without VNNI, and for finer activations.
 //
 // The 16 bytes of 32 columns are broadcast to the four 128-bit lanes, and lane l shifted by l
 // nibbles, for the second vector by 4 + l: the permutation reads the low four bits of each dword.

@@ -33,6 +33,9 @@ REPEATS = 7
 # Bytes of the random numbers that the memory repeats.
 _BLOCK = 1 << 23
 
+# Bytes of a cache line.
+_LINE = 64
+
 # What `CpuExpertEngine.phase_seconds` tells of a call, the rest of which is overhead; and what
 # Python adds to it.
 PHASES = ("prepare_ms", "up_ms", "down_ms", "python_ms")
@@ -160,7 +163,7 @@ def _check(
             f"{available:.1f} GiB of memory are available: give fewer rows"
         )
     largest = max(spec.layout.nbytes for spec in specs)
-    if _memory_bytes(gib) < TOP_K * largest:
+    if min(_experts(spec, _memory_bytes(gib)) for spec in specs) < TOP_K:
         raise ValueError(
             f"{gib} GiB do not hold the {TOP_K} experts of a call, "
             f"{TOP_K * largest / 2**30:.2f} GiB: raise gib"
@@ -299,7 +302,7 @@ def _memory(gib: float) -> torch.Tensor:
 
 def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tensor], int]:
     """As many experts as fit into `memory`, and their number."""
-    experts = memory.numel() // spec.layout.nbytes
+    experts = _experts(spec, memory.numel())
     shard, at = {}, 0
     for part in spec.layout.tensors:
         size = experts * part.nbytes
@@ -318,8 +321,13 @@ def _shard(spec: ExpertSpec, memory: torch.Tensor) -> tuple[dict[str, torch.Tens
             continue
         piece = memory[at : at + size].view(part.dtype)
         shard[part.name] = piece.view(experts, *part.shape)
-        at += -(-size // 64) * 64
+        at += -(-size // _LINE) * _LINE
     return shard, experts
+
+
+def _experts(spec: ExpertSpec, nbytes: int) -> int:
+    """As many as fit, each of their tensors from a cache line on."""
+    return (nbytes - _LINE * len(spec.layout.tensors)) // spec.layout.nbytes
 
 
 def _cpu_name() -> str:
