@@ -301,10 +301,19 @@ void test_threads_that_cannot_start() {
 
 int main() {
   test_threads_that_cannot_start();
-  const Case cases[] = {{Format::kBf16, 70, 33, 4, 1},     {Format::kBf16, 128, 64, 4, 1},
-                        {Format::kFp8, 150, 77, 4, 128},   {Format::kInt4, 96, 160, 4, 32},
-                        {Format::kInt4, 384, 256, 4, 128}, {Format::kMxfp4, 224, 96, 4, 32},
-                        {Format::kFp8, 2120, 40, 2, 128}};
+  const Case cases[] = {{Format::kBf16, 70, 33, 4, 1},
+                        {Format::kBf16, 128, 64, 4, 1},
+                        {Format::kFp8, 150, 77, 4, 128},
+                        {Format::kInt4, 96, 160, 4, 32},
+                        {Format::kInt4, 384, 256, 4, 128},
+                        {Format::kMxfp4, 224, 96, 4, 32},
+                        {Format::kFp8, 2120, 40, 2, 128},
+                        // Tails: of groups, and where there are none of columns and rows.
+                        {Format::kNvfp4, 144, 176, 4, 16},
+                        {Format::kInt8, 150, 77, 4, 1024},
+                        {Format::kInt4, 192, 64, 4, 64},
+                        {Format::kInt4, 160, 96, 4, 32, true},
+                        {Format::kInt4, 192, 320, 4, 64, true}};
   for (const Case& c : cases) test_sets_agree(c);
   for (const Case& c : cases) test_nodes(c);
   test_two_callers(cases[0]);

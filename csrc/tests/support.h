@@ -23,6 +23,7 @@ using moe::Format;
 struct Case {
   Format format;
   int64_t hidden, intermediate, experts, group;
+  bool zeros = false;  // kInt4: with zero points
 };
 
 // Memory whose end is the end of a page, with a page after it that may not be read.
@@ -87,7 +88,7 @@ class Shard {
     return memory;
   }
   template <class Scale>
-  const std::byte* scales(size_t count) {
+  const std::byte* scales(size_t count, bool e4m3 = false) {
     std::byte* memory =
         memory_.emplace_back(std::make_unique<Guarded>(count * sizeof(Scale)))->data();
     for (size_t i = 0; i < count; ++i) {
@@ -96,7 +97,8 @@ class Shard {
       if constexpr (std::is_same_v<Scale, moe::Bf16>) {
         scale = to_bf16(value);
       } else if constexpr (std::is_same_v<Scale, uint8_t>) {
-        scale = static_cast<uint8_t>(116 + random_() % 3);  // e8m0: around 0.001
+        // e8m0: around 0.001; e4m3: around 1
+        scale = static_cast<uint8_t>(e4m3 ? 52 + random_() % 8 : 116 + random_() % 3);
       } else {
         scale = value;
       }
@@ -106,9 +108,8 @@ class Shard {
   }
   moe::Matrix matrix(const Case& c, int64_t rows, int64_t columns, int64_t parts) {
     moe::Matrix m{};
-    m.row_bytes = c.format == Format::kBf16  ? 2 * columns
-                  : c.format == Format::kFp8 ? columns
-                                             : columns / 2;
+    const bool is_byte = c.format == Format::kFp8 || c.format == Format::kInt8;
+    m.row_bytes = c.format == Format::kBf16 ? 2 * columns : is_byte ? columns : columns / 2;
     m.expert_bytes = rows * m.row_bytes;
     m.rows = rows;
     m.part_rows = rows / parts;
@@ -118,12 +119,16 @@ class Shard {
     if (c.format == Format::kBf16) return m;
     const int64_t groups = (columns + c.group - 1) / c.group;
     const auto count = static_cast<size_t>(c.experts * rows * groups);
-    m.scale = c.format == Format::kInt4    ? scales<moe::Bf16>(count)
-              : c.format == Format::kMxfp4 ? scales<uint8_t>(count)
-                                           : scales<float>(count);
-    m.scale_row_bytes = groups * (c.format == Format::kInt4    ? 2
-                                  : c.format == Format::kMxfp4 ? 1
-                                                               : 4);
+    const bool is_e4m3 = c.format == Format::kNvfp4;
+    const bool is_code = is_e4m3 || c.format == Format::kMxfp4;
+    m.scale = c.format == Format::kInt4 ? scales<moe::Bf16>(count)
+              : is_code                 ? scales<uint8_t>(count, is_e4m3)
+                                        : scales<float>(count);
+    m.scale_row_bytes = groups * (c.format == Format::kInt4 ? 2 : is_code ? 1 : 4);
+    if (is_e4m3) {
+      m.global = reinterpret_cast<const float*>(scales<float>(static_cast<size_t>(c.experts)));
+    }
+    if (c.zeros) m.zero = random_bytes(count / 2, false);
     m.scale_part_rows = m.part_rows;
     m.scale_expert_bytes = rows * m.scale_row_bytes;
     while ((int64_t{1} << m.scale_shift) < c.group) ++m.scale_shift;

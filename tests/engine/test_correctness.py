@@ -22,7 +22,8 @@ from tests.engine.shards import (
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 
-ROWS = [1, 2, 3, 7, 16, 64, 257]
+# Each set changes kernels somewhere between 4 and 17 rows.
+ROWS = [1, 2, 3, 7, 8, 9, 10, 11, 12, 15, 16, 17, 64, 257]
 MakeShard = Callable[[ExpertSpec, int], Shard]
 by_value = pytest.mark.parametrize("format", list(Format), ids=lambda f: f.value)
 
@@ -304,6 +305,15 @@ FOUR_BITS = (Format.INT4, Format.MXFP4, Format.NVFP4)
 WITH_SCALED_OPERANDS = (*FOUR_BITS, Format.FP8_BLOCK, Format.FP8_CHANNEL, Format.INT8_CHANNEL)
 
 
+def weigh_nothing_in_every_eighth(format: Format, shard: Shard) -> None:
+    """Columns 0, 8, 16, ... of w13: of four bits the low half of every fourth byte."""
+    codes = shard["w13_weight"].view(torch.uint8)
+    if format in FOUR_BITS:
+        codes[:, :, ::4] = (codes[:, :, ::4] & 0xF0) | (8 if format is Format.INT4 else 0)
+    else:
+        codes[:, :, ::8] = 0
+
+
 @pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)
 @pytest.mark.parametrize("size", [30.0, 300.0, 1e3, 1e4])
 def test_activations_beside_large_ones_that_weigh_nothing(
@@ -315,16 +325,43 @@ def test_activations_beside_large_ones_that_weigh_nothing(
 ) -> None:
     spec = make_spec(320, 160, format)
     shard = make_shard(spec, 1)
-    codes = shard["w13_weight"].view(torch.uint8)
-    # Columns 0, 8, 16, ..., of four bits the low half of every fourth byte.
-    if format in FOUR_BITS:
-        codes[:, :, ::4] = (codes[:, :, ::4] & 0xF0) | (8 if format is Format.INT4 else 0)
-    else:
-        codes[:, :, ::8] = 0
+    weigh_nothing_in_every_eighth(format, shard)
     for rows in (1, 5, 12):
         x, ids, weights = random_batch(spec, rows, 1, (0, 1), generator)
         x[:, ::8] = size
         check(engine, spec, shard, (x, ids, weights))
+
+
+@pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)
+def test_large_ones_that_weigh_nothing_in_some_blocks_only(
+    engine: CpuExpertEngine, make_shard: MakeShard, generator: torch.Generator, format: Format
+) -> None:
+    spec = make_spec(320, 160, format)
+    shard = make_shard(spec, 1)
+    weigh_nothing_in_every_eighth(format, shard)
+    for rows in (1, 5, 12):
+        # In all of them first: what they leave in the engine's memory must not count afterwards.
+        for blocks in ((0, 1, 2), (0,), (1,), (2,), (0, 2)):
+            x, ids, weights = random_batch(spec, rows, 1, (0, 1), generator)
+            for block in blocks:
+                x[:, 128 * block : 128 * (block + 1) : 8] = 1e4
+            check(engine, spec, shard, (x, ids, weights))
+
+
+@pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)
+@pytest.mark.parametrize("size", [1e-6, 1e-12])
+def test_small_activations_are_as_accurate(
+    engine: CpuExpertEngine,
+    make_shard: MakeShard,
+    generator: torch.Generator,
+    format: Format,
+    size: float,
+) -> None:
+    spec = make_spec(320, 160, format)
+    shard = make_shard(spec, 1)
+    for rows in (1, 5, 12):
+        x, ids, weights = random_batch(spec, rows, 1, (0, 1), generator)
+        check(engine, spec, shard, (x * size, ids, weights))
 
 
 @pytest.mark.parametrize(
@@ -366,6 +403,37 @@ def test_infinity_in_gives_infinity_out(
         plan.run(x, torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1), out)
         assert (out[0] == torch.inf).all()
         assert out[1:].isfinite().all()
+
+
+# Bytes of weights of 1 and of -1.
+ONES = {
+    Format.INT4: (0x99, 0x77),
+    Format.MXFP4: (0x22, 0xAA),
+    Format.NVFP4: (0x22, 0xAA),
+    Format.INT8_CHANNEL: (0x01, 0xFF),
+}
+
+
+@pytest.mark.parametrize("format", ONES, ids=lambda f: f.value)
+@pytest.mark.parametrize("weight_sign", [1, -1])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinity_counts_in_each_column_with_its_sign(
+    engine: CpuExpertEngine, make_shard: MakeShard, format: Format, sign: int, weight_sign: int
+) -> None:
+    # The activation makes 0 of -inf.
+    spec = make_spec(160, 32, format, activation=Activation.RELU2_NO_MUL)
+    shard = make_shard(spec, 1)
+    plus, minus = ONES[format]
+    shard["w13_weight"].view(torch.uint8)[:] = plus if weight_sign > 0 else minus
+    shard["w2_weight"].view(torch.uint8)[:] = plus
+    plan = engine.plan(spec, shard, max_tokens=4, top_k=1)
+    x = torch.ones(spec.hidden, spec.hidden, dtype=spec.activation_dtype)
+    x.fill_diagonal_(sign * torch.inf)
+    out = torch.empty(x.shape)
+    ids, weights = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    for t in range(0, len(x), 4):  # few rows an expert: the kernels that split activations
+        plan.run(x[t : t + 4], ids, weights, out[t : t + 4])
+    assert (out == (torch.inf if sign == weight_sign else 0)).all()
 
 
 def test_nan_in_gives_nan_out(engine: CpuExpertEngine, make_shard: MakeShard) -> None:
