@@ -81,11 +81,13 @@ def server(
 
 async def stream(
     session: aiohttp.ClientSession, url: str, prompt: list[int], tokens: int, times: list[float]
-) -> None:
-    """Let the server generate `tokens`; when each arrived is put into `times` as it does.
+) -> int:
+    """Let the server generate `tokens`; when some arrived is put into `times` as they do.
 
-    Raises RuntimeError where the server refuses.
+    Returns how many it has made: those that it has together when it sends arrive together. Raises
+    RuntimeError where the server refuses.
     """
+    made = 0
     body = {
         "model": _NAME,
         "prompt": prompt,
@@ -93,6 +95,7 @@ async def stream(
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         if answer.status != 200:
@@ -102,7 +105,11 @@ async def stream(
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(f"the server says {event['error']}")
-                times.append(time.perf_counter())
+                if event["choices"]:
+                    times.append(time.perf_counter())
+                else:
+                    made = event["usage"]["completion_tokens"]
+    return made
 
 
 def metrics(url: str) -> str:

@@ -145,8 +145,7 @@ def test_a_lane_that_dies_ends_the_step_and_not_the_process(checkpoint: Path) ->
         decoded(llm, prompts()[1], 4)
         end_service_thread()
         began = time.perf_counter()
-        # Which layer was the next to ask is said where one asked before the step was given up.
-        with pytest.raises(Exception, match="the service thread ended"):
+        with pytest.raises(Exception, match=r"model\.layers\.\d+"):
             decoded(llm, prompts()[1], 4)
         assert time.perf_counter() - began < 5
 

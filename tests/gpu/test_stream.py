@@ -167,8 +167,7 @@ def test_without_the_marks_it_is_noticed(
     poison(llm)
     DELAYS[delay](monkeypatch)
     monkeypatch.setattr(Mark, "wait", lambda self: None)
-    # Who is first without them is chance: in one of some runs it is the wrong one.
-    assert any(not are_stocks(kind, llm, run(llm), expected) for _ in range(4))
+    assert not are_stocks(kind, llm, run(llm), expected)
 
 
 class LateRun:

@@ -13,8 +13,8 @@ const Kernels* bytes(Format format) {
   switch (format) {
     case Format::kFp8:
       return &kTileKernels<Fp8Halves, Fp8Tiles>;
-    // By bf16 tiles too: int8 tiles would need the activations rounded to 8 bits, which costs more
-    // accuracy than the format itself.
+    // Many tokens by bf16 tiles too: int8 tiles would need the activations in 8 bits, which costs
+    // more accuracy than the format itself, or in digits, which takes two products.
     case Format::kInt8:
       return &kTileKernels<RowQuads<Int8Quads>, Int8Tiles>;
     default:
