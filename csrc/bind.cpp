@@ -318,7 +318,12 @@ NB_MODULE(_engine, m) {
       .def("start", &moe::Doorbell::start)
       .def("wake", &moe::Doorbell::wake)
       .def("stop", &moe::Doorbell::stop, nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("error", &moe::Doorbell::error)
+      .def_prop_ro("error",
+                   [](const moe::Doorbell& doorbell) {
+                     if (!doorbell.failed()) return std::string();
+                     const nb::gil_scoped_release released;
+                     return doorbell.error();
+                   })
       .def_prop_ro("stats", [](const moe::Doorbell& doorbell) {
         nb::list all;
         for (const moe::Doorbell::Stats& stats : doorbell.stats()) {

@@ -36,6 +36,9 @@ constexpr milliseconds kBetweenRequests{2};
 constexpr milliseconds kWatch{100};
 // How often requests are refused after a failure.
 constexpr milliseconds kRefuse{1};
+// How long a failure while nothing was asked is kept back for the layer that asks next: a step that
+// was launched gets to its first layer well within it.
+constexpr std::chrono::seconds kNaming{1};
 
 constexpr int kMostSeconds = 3600;
 
@@ -87,7 +90,8 @@ class Doorbell::Service {
   // Answers every outstanding request with kFailed; the first one's mailbox, or kNone.
   int64_t refuse();
 
-  std::string error() const;
+  bool failed() const { return failed_.load(); }
+  std::string error();
   std::vector<Stats> stats() const;
 
  private:
@@ -139,9 +143,9 @@ class Doorbell::Service {
   std::atomic<int64_t> answered_{0};  // of all mailboxes, for the watchdog
 
   // Guards what follows, and the changes of stop_, failed_ and woken_ that a sleeper waits for.
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable work_;   // for the service thread
-  std::condition_variable alarm_;  // for the watchdog, and for `ended`
+  std::condition_variable alarm_;  // for the watchdog, `ended` and `error`
   std::string error_;
   bool is_layer_named_ = false;  // in error_
   bool at_work_ = false;         // the service thread is
@@ -345,11 +349,13 @@ void Doorbell::Service::name_locked(int64_t index) {
   if (index == kNone || is_layer_named_) return;
   error_ += "; " + slots_[static_cast<size_t>(index)].layer + " was the next to ask";
   is_layer_named_ = true;
+  alarm_.notify_all();
 }
 
-std::string Doorbell::Service::error() const {
-  if (!failed_.load()) return {};
-  const std::lock_guard<std::mutex> lock(mutex_);
+std::string Doorbell::Service::error() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (error_.empty()) return {};
+  alarm_.wait_for(lock, kNaming, [this] { return is_layer_named_ || stop_.load(); });
   return error_;
 }
 
@@ -468,6 +474,8 @@ bool Doorbell::stop() {
   service_->refuse();
   return ended;
 }
+
+bool Doorbell::failed() const { return service_->failed(); }
 
 std::string Doorbell::error() const { return service_->error(); }
 

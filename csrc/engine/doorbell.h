@@ -143,7 +143,10 @@ class Doorbell {
   // of its mailbox must be kept. Nothing to do in a forked process.
   bool stop();
 
-  // What failed, or empty.
+  // One flag.
+  bool failed() const;
+  // What failed and of which layer, or empty. After a failure while nothing was asked it waits for
+  // the next layer to ask, up to a second, to name that one.
   std::string error() const;
   // Of every mailbox, in the order in which they were added.
   std::vector<Stats> stats() const;

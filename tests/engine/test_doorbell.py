@@ -266,6 +266,32 @@ def test_the_end_of_its_thread_ends_it(engine: CpuExpertEngine, generator: torch
     expect_failed(doorbell, layers, "the service thread ended; layers.", "was the next to ask")
 
 
+def test_an_end_while_nothing_is_asked_names_who_asks_next(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    """As behind a step's launch, before the GPU has got to its first layer."""
+    doorbell, layers = make(engine, generator)
+    end_service_thread()
+    layers[1].tokens[0] = 1
+    gpu = threading.Timer(0.3, layers[1].ring)
+    gpu.start()
+    while (error := doorbell.error) is None:
+        time.sleep(0.01)
+    gpu.join()
+    assert error.endswith("the service thread ended; layers.1 was the next to ask")
+    assert layers[1].wait() == FAILED
+
+
+def test_an_end_while_nobody_asks_is_told_all_the_same(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    doorbell, _ = make(engine, generator)
+    end_service_thread()
+    while (error := doorbell.error) is None:
+        time.sleep(0.01)
+    assert error.endswith("the service thread ended")
+
+
 def test_stop_answers_what_is_outstanding(
     engine: CpuExpertEngine, generator: torch.Generator
 ) -> None:

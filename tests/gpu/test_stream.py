@@ -44,7 +44,9 @@ from vllm_moe_offload.stream import tail as tail_module
 pytestmark = pytest.mark.gpu
 E, SLOTS = checkpoints.EXPERTS, 24
 ROWS = (65, 200, 512)
-CYCLES = 20_000_000  # about 10 ms: a layer's copies take 20
+# A layer's copies take about 20 ms in bf16, 10 in FP8.
+COPY_CYCLES = 20_000_000  # about 10 ms
+KERNEL_CYCLES = 100_000_000  # 50: the next copies into a buffer are over before it is read
 
 
 # What a buffer holds: every expert of a layer, or an eighth, so that with 24 of 128 in slots a
@@ -128,11 +130,11 @@ def before(function: Callable[..., Any], patch: pytest.MonkeyPatch, owner: type,
 
 def sleep_on_copies(copies: CopyStream, *_: Any) -> None:
     with torch.cuda.stream(copies._stream):
-        torch.cuda._sleep(CYCLES)
+        torch.cuda._sleep(COPY_CYCLES)
 
 
 def sleep_here(*_: Any) -> None:
-    torch.cuda._sleep(CYCLES)
+    torch.cuda._sleep(KERNEL_CYCLES)
 
 
 DELAYS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

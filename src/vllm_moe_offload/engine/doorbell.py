@@ -189,7 +189,8 @@ class Doorbell:
     def error(self) -> str | None:
         """The layer that failed and the cause; None while all is well.
 
-        Cheap, and may be asked by any thread.
+        Any thread may ask. It reads one flag while all is well; when the CPU's thread failed while
+        no layer asked, it waits up to a second for the one that asks next, and names that.
         """
         return self._open().error or None
 

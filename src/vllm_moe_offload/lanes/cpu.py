@@ -77,8 +77,8 @@ class CpuLane:
     def check(self) -> None:
         """Raises CpuLaneError, with the layer and the cause, when the lane has failed.
 
-        To be called when a step has ended, before its output is used. It reads one flag; any thread
-        may call it. A lane that has failed stays so.
+        To be called behind a step's launch, before its output is used. It reads one flag while all
+        is well; any thread may call it. A lane that has failed stays so.
         """
         error = self._doorbell.error
         if error is not None:
