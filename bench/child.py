@@ -1,8 +1,9 @@
 """One engine of one contestant: ``python -m bench.child``, started by `bench.runner`.
 
 It imports vLLM and then reads the path of its order, a file made by the runner, from standard
-input; when the engine is up it reads another line before it measures. Every figure is appended to
-the order's result file as soon as it is there, so that what was measured outlives a crash.
+input; when the engine is up it reads another line before it gets ready, and one before each cell
+that it measures. Every figure is appended to the order's result file as soon as it is there, so
+that what was measured outlives a crash; when it has done what a line told it to, so is `TURN`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bench.common import MIN_REPEATS, SIMULATED, SWITCHING, summary
 _GIB = 2**30
 # Tells vLLM, and our plugin when it is loaded, to impose a routing.
 ROUTING_VARIABLE = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"
+TURN = "turn"  # no figure of the engine: see above
 PROMPT = 16  # tokens before the steps that decode.py times
 REPEATS = 7
 # A repeat is the mean of up to so many steps, after up to so many that fill caches. Stock's take
@@ -112,18 +114,24 @@ class Child:
         except _Loaded:
             return
         self._single("start_s", "s", time.perf_counter() - began)
-        if not sys.stdin.readline():  # its turn
-            return  # the runner has ended
-        self._check_fit(llm)
-        self._measure(llm)
-        self._settle(llm)
-        for cell in self.order["cells"]:
-            if cell.get("routing") not in (None, "model", SWITCHING):
-                _route(llm, cell["routing"])
-            if "batch" in cell:
-                self._decode(llm, cell)
+        for cell in (None, *self.order["cells"]):
+            if not sys.stdin.readline():
+                return  # the runner has ended
+            if cell is None:
+                self._check_fit(llm)
+                self._measure(llm)
+                self._settle(llm)
             else:
-                self._prefill(llm, cell)
+                self._cell(llm, cell)
+            self._single(TURN, "", 1)
+
+    def _cell(self, llm: Any, cell: dict[str, Any]) -> None:
+        if cell.get("routing") not in (None, "model", SWITCHING):
+            _route(llm, cell["routing"])
+        if "batch" in cell:
+            self._decode(llm, cell)
+        else:
+            self._prefill(llm, cell)
 
     def _check_fit(self, llm: Any) -> None:
         """RuntimeError where every expert was to be on the GPU and is not."""

@@ -14,7 +14,7 @@ _REST = 16  # tokens of room that a prompt leaves
 
 
 def run(bench: str, options: argparse.Namespace, cells: list[Cell]) -> None:
-    """Measure the machine's rates and every cell of every contestant; print a table a metric."""
+    """Measure every cell of every contestant and the machine's rates; print a table a metric."""
     engine = _engine(cells, options.chunk, options.eager)
     with runner.session(bench, options) as session:
         session.check_length(engine["max_model_len"])
@@ -42,7 +42,10 @@ def _engine(cells: list[Cell], chunk: int, eager: bool) -> dict[str, Any]:
 
 
 def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
-    both = session.value("machine", "both_gb_per_s")
+    both, h2d, tflop, gpu_read = (
+        session.value("machine", metric, **cell.keys())
+        for metric in ("both_gb_per_s", "h2d_gb_per_s", "cpu_tflop_per_s", "gpu_read_gb_per_s")
+    )
     if both is None:
         return "the rate of both lanes was not measured"
     gpu_ms = session.value("vllm-gpu", cell.metric, **cell.keys())
@@ -53,8 +56,8 @@ def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
             chunk=chunk,
             slots=session.slots,
             both_gb_per_s=both,
-            h2d_gb_per_s=session.value("machine", "h2d_gb_per_s"),
-            cpu_tflop_per_s=session.value("machine", "cpu_tflop_per_s"),
+            h2d_gb_per_s=h2d,
+            cpu_tflop_per_s=tflop,
             gpu_ms=gpu_ms,
         )
     if not cell.is_simulated or cell.batch is None:
@@ -72,5 +75,5 @@ def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
         missed=missed,
         both_gb_per_s=both,
         gpu_ms=gpu_ms,
-        gpu_read_gb_per_s=session.value("machine", "gpu_read_gb_per_s"),
+        gpu_read_gb_per_s=gpu_read,
     )

@@ -2,9 +2,10 @@
 
     python -m bench.rates --json FILE
 
-Each figure is the median of timed windows. `h2d` copies pieces of the size of an expert from pinned
-memory; `read` has all threads of the CPU expert engine read memory; `gpu_read` sums GPU memory;
-`cpu_tflop` is the engine's arithmetic, with experts of 256 rows each.
+Each figure is the median of timed windows, taken in turns, since a machine that others use too is
+not the same a minute later. `h2d` copies pieces of the size of an expert from pinned memory; `read`
+has all threads of the CPU expert engine read memory; `gpu_read` sums GPU memory; `cpu_tflop` is the
+engine's arithmetic, with experts of 256 rows each.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 from bench.arguments import number, rows_file
-from bench.common import MIN_REPEATS, ROOT, Row, Run, append, summary
+from bench.common import ROOT, Row, Run, append, summary
 
 METRICS = {
     "h2d_gb_per_s": "GB/s",
@@ -42,30 +44,60 @@ _SMALL = 0x3C
 _NO_GPU = "no CUDA device"
 
 
-def measure(
-    piece: int = PIECE, seconds: float = 0.6, repeats: int = 7, cpus: set[int] | None = None
-) -> dict[str, Any]:
-    """Of `METRICS` each one's repeats, or a text that says why there are none.
+Figures = dict[str, Any]
 
-    In a process of its own, which may use `cpus` alone, by default all of this process's.
+
+class Machine:
+    """Measures this machine, in a process of its own that lives until `close`.
+
+    Args:
+        piece: Bytes of a copy.
+        cpus: The processors that it may use, by default all of this process's.
     """
-    order = json.dumps([piece, seconds, max(repeats, MIN_REPEATS)])
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.rates", "--measure", order],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        preexec_fn=(lambda: os.sched_setaffinity(0, cpus)) if cpus else None,
-    )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["failed"])[-1]
-        return dict.fromkeys(METRICS, reason)
-    out: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return out
+
+    def __init__(self, piece: int = PIECE, cpus: set[int] | None = None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.rates", "--serve", str(piece)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            preexec_fn=(lambda: os.sched_setaffinity(0, cpus)) if cpus else None,
+        )
+
+    def sample(self, seconds: float = 0.25, repeats: int = 3) -> Figures:
+        """Of each of `METRICS` so many windows of `seconds`, or a text that says why none."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{json.dumps([seconds, repeats])}\n")
+            self._process.stdin.flush()
+        said = "failed"
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                figures: Figures = json.loads(line)
+                return figures
+            said = line.strip() or said
+        return dict.fromkeys(METRICS, said)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
 
 
-def rows(run: Run, figures: dict[str, Any], **common: Any) -> list[Row]:
-    """The figures of `measure` as rows of the contestant ``machine``."""
+def pooled(samples: Sequence[Figures]) -> Figures:
+    """The windows of all samples; why there are none, where none has any."""
+    together: Figures = {}
+    for metric in METRICS:
+        got = [sample[metric] for sample in samples]
+        windows = [window for each in got if not isinstance(each, str) for window in each]
+        together[metric] = windows or next(iter(got), "not measured")
+    return together
+
+
+def rows(run: Run, figures: Figures, **common: Any) -> list[Row]:
+    """The figures of a sample, or of several pooled, as rows of the contestant ``machine``."""
     made = []
     for metric, unit in METRICS.items():
         got = figures[metric]
@@ -172,37 +204,56 @@ class Copies:
         return copied
 
 
-def _measure(piece: int, seconds: float, repeats: int) -> dict[str, Any]:
-    import torch
+class Windows:
+    """What a `Machine` measures, ready to: memory is taken and touched once."""
 
-    def windows(work: Callable[[], float], unit: float = 1e9) -> list[float]:
-        rates = []
-        for _ in range(repeats + 1):
+    def __init__(self, piece: int) -> None:
+        import torch
+
+        reader = Reader()
+        self._works: dict[str, tuple[Callable[[float], float], float]] = {
+            "read_gb_per_s": (reader.window, 1e9)
+        }
+        self._without: dict[str, Any] = dict.fromkeys(METRICS, _NO_GPU)
+        if torch.cuda.is_available():
+            copies = Copies(piece)
+            memory = torch.ones(2**29, dtype=torch.float32, device="cuda")
+
+            def both(seconds: float) -> float:
+                return reader.beside(lambda: copies.window(seconds))
+
+            def sums(seconds: float) -> float:
+                for _ in range(10):
+                    memory.sum()
+                torch.cuda.synchronize()
+                return 10 * memory.nbytes
+
+            self._works["h2d_gb_per_s"] = copies.window, 1e9
+            self._works["both_gb_per_s"] = both, 1e9
+            self._works["gpu_read_gb_per_s"] = sums, 1e9
+        step = reader.compute()
+
+        def steps(seconds: float) -> float:
+            until, done = time.perf_counter() + seconds, step()
+            while time.perf_counter() < until:
+                done += step()
+            return done
+
+        self._works["cpu_tflop_per_s"] = steps, 1.0
+        self._round(0.0)  # warm
+
+    def sample(self, seconds: float, repeats: int) -> Figures:
+        """See `Machine.sample`."""
+        rounds = [self._round(seconds) for _ in range(repeats)]
+        return self._without | {name: [each[name] for each in rounds] for name in self._works}
+
+    def _round(self, seconds: float) -> dict[str, float]:
+        rates = {}
+        for name, (work, unit) in self._works.items():
             began = time.perf_counter()
-            done = work()
-            rates.append(done / (time.perf_counter() - began) / unit)
-        return rates[1:]
-
-    reader = Reader()
-    out: dict[str, Any] = {
-        "read_gb_per_s": windows(lambda: reader.window(seconds)),
-        "cpu_tflop_per_s": windows(reader.compute(), 1.0),
-    }
-    if not torch.cuda.is_available():
-        return dict.fromkeys(METRICS, _NO_GPU) | out
-    copies = Copies(piece)
-    out["h2d_gb_per_s"] = windows(lambda: copies.window(seconds))
-    out["both_gb_per_s"] = windows(lambda: reader.beside(lambda: copies.window(seconds)))
-    memory = torch.ones(2**30, dtype=torch.float32, device="cuda")
-
-    def sums() -> int:
-        for _ in range(10):
-            memory.sum()
-        torch.cuda.synchronize()
-        return 10 * memory.nbytes
-
-    out["gpu_read_gb_per_s"] = windows(sums)
-    return out
+            done = work(seconds)
+            rates[name] = done / (time.perf_counter() - began) / unit
+        return rates
 
 
 def main() -> None:
@@ -210,12 +261,15 @@ def main() -> None:
     parser.add_argument("--json", type=rows_file, help="file the rows are appended to")
     parser.add_argument("--piece", type=number, default=PIECE, help="bytes of a copy")
     parser.add_argument("--commit")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=number, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(_measure(*json.loads(options.measure))))
+    if options.serve:
+        windows = Windows(options.serve)
+        for line in sys.stdin:
+            print(json.dumps(windows.sample(*json.loads(line))), flush=True)
         return
-    made = rows(Run.here("rates", options.commit), measure(options.piece))
+    with closing(Machine(options.piece)) as machine:
+        made = rows(Run.here("rates", options.commit), machine.sample(0.6, 7))
     for row in made:
         print(f"{row['metric']:20}", row.get("note") or f"{row['value']:.3g} {row['unit']}")
     if options.json:

@@ -20,17 +20,19 @@ _HEAD = """# Benchmarks
 
 Made by `python -m bench.report` from the files in [bench/results](../bench/results). Medians; in
 brackets the floor's share, the floor being a lower bound from rates measured in the same run
-([design](design.md), section 1). The rates are measured with the engines idle and vary, mostly by
-a tenth or two: where a share is above 100 %, the lanes (what serves a missing expert: the bus, the
-CPU) ran faster in the run than alone. Up to commit 2a4df13 they were read over 2 GiB, part of
-which a large cache keeps: these floors are up to a fifth too low. The CPU engine is timed by its
-own clock since 2026-11-30 evening (its tables of 2026-11-29 are of other kernels, and with Python
-in each call: a tenth of 2048x768's with few rows); torch and kt-kernel are timed from Python, which
-took 20 to 50 us a call of ours (`python_ms` in the files). And engines that started beside
-others split their misses by what these left them then. The floors of prefills from before
-2026-11-30 have the CPU compute as much as it reads, and are too low for long prompts. Figures of
-different runs are not to be compared: machines differ; of runs with the same contestants the
-newest stands first, and older ones are there for what it lacks. A dash is a figure that was not
+([design](design.md), section 1). The rates are measured with the engines idle and vary, mostly by a
+tenth or two: where a share is above 100 %, the lanes (what serves a missing expert: the bus, the
+CPU) ran faster in the run than alone. After commit 5b9ce98 they are measured before and behind each
+column, for its floor, and contestants that started together take turns column by column (before,
+one after another: a minute apart, in which such a machine changes). Up to commit 2a4df13 they were
+read over 2 GiB, part of which a large cache keeps: these floors are up to a fifth too low. The CPU
+engine is timed by its own clock since 2026-11-30 evening (its tables of 2026-11-29 are of other
+kernels, and with Python in each call: a tenth of 2048x768's with few rows); torch and kt-kernel are
+timed from Python, which took 20 to 50 us a call of ours (`python_ms` in the files). And engines
+that started beside others split their misses by what these left them then. The floors of prefills
+from before 2026-11-30 have the CPU compute as much as it reads, and are too low for long prompts.
+Figures of different runs are not to be compared: machines differ; of runs with the same contestants
+the newest stands first, and older ones are there for what it lacks. A dash is a figure that was not
 reached, and why stands below (`stopped after 12 s`: the time given to the whole run was over). A
 heading ends with its file's name (`eager`: without CUDA graphs).
 
@@ -207,7 +209,7 @@ def _notes(rows: Sequence[Row]) -> str:
 def _rates(rows: Sequence[Row]) -> str:
     figures: dict[str, list[str]] = {}
     for row in rows:
-        if row["contestant"] == "machine" and row["value"] is not None:
+        if row["contestant"] == "machine" and row["value"] is not None and _column(row) == "all":
             name = re.sub("_[a-z]+_per_s$", "", row["metric"]).replace("_", " ")
             figures.setdefault(row["unit"], []).append(f"{name} {row['value']:.1f}")
     each = (f"{unit}: {', '.join(those)}" for unit, those in figures.items())

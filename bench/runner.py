@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import models, rates
 from bench.arguments import known, number, positive, rows_file
-from bench.child import ROUTING_VARIABLE
+from bench.child import ROUTING_VARIABLE, TURN
 from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append
 from bench.contestants import OURS, STOCK, make
 
@@ -194,16 +194,24 @@ class Attempt:
     note: str | None = None
 
     def figures(self) -> list[dict[str, Any]]:
-        """What the process has written down so far."""
-        if self.result is None or not self.result.is_file():
-            return []
-        lines = self.result.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """What the process has measured so far."""
+        return [figure for figure in self._written() if figure["metric"] != TURN]
 
     @property
     def has_started(self) -> bool:
         """Whether its engine is up and waits for its turn."""
-        return any(figure["metric"] == "start_s" for figure in self.figures())
+        return any(figure["metric"] == "start_s" for figure in self._written())
+
+    @property
+    def turns(self) -> int:
+        """How often it has done what it was told to."""
+        return sum(figure["metric"] == TURN for figure in self._written())
+
+    def _written(self) -> list[dict[str, Any]]:
+        if self.result is None or not self.result.is_file():
+            return []
+        lines = self.result.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class Session:
@@ -216,7 +224,6 @@ class Session:
             raise SystemExit(
                 "torch finds no GPU here: give --eager, and a small model (--model FOLDER)"
             )
-        self._began = time.time()
         self._ends = time.monotonic() + options.deadline
         self.options = options
         self.folder = folder
@@ -239,6 +246,8 @@ class Session:
         self._at_once: int = options.gpus * options.together
         self._started: list[Process] = []
         self._waiting: list[list[Process]] = [[] for _ in range(options.gpus)]
+        self._machine: rates.Machine | None = None
+        self._samples: list[rates.Figures] = []
 
     @property
     def seconds_left(self) -> float:
@@ -281,27 +290,6 @@ class Session:
         if self.options.json:
             append(self.options.json, rows)
 
-    def measure_rates(self) -> None:
-        """Rows of `bench.rates` for pieces of this model's expert.
-
-        Of runs that share a folder, and GPU and processors too, one measures for all that wait.
-        """
-        piece, cpus = self.shape.expert_bytes, self.cpus(0)
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-        shared = self._shared(f"rates-{piece}-{gpu}-{min(cpus)}-{max(cpus)}.json")
-        if shared is not None and shared.is_file() and shared.stat().st_mtime > self._began:
-            figures = json.loads(shared.read_text())
-        else:
-            figures = rates.measure(piece, cpus=cpus)
-            if shared is not None:
-                shared.write_text(json.dumps(figures))
-        self.add(rates.rows(self.run, figures, **self.common()))
-
-    def _shared(self, name: str) -> Path | None:
-        """A file of the runs that measure in turns; None where this one is alone."""
-        folder: Path | None = self.options.turns
-        return None if folder is None else folder / name
-
     def value(self, contestant: str, metric: str, **keys: Any) -> float | None:
         """A figure of this session, or None when it was not or could not be measured."""
         wanted = {"contestant": contestant, "metric": metric, **keys}
@@ -337,12 +325,14 @@ class Session:
             yield
 
     def compete(self, names: list[str], cells: list[Cell], engine: dict[str, Any]) -> None:
-        """Measure the machine's rates and every cell of every contestant, and keep the rows.
+        """Measure every cell of every contestant, and the machine's rates; keep the rows.
 
-        Engines that start at once, on several GPUs or together on one, are measured one after
-        another when all have started. Simulated routings share an engine; the model's own needs one
-        without the simulator.
+        Engines that start at once, on several GPUs or together on one, take turns when all have
+        started, cell by cell: a machine that others use too is not the same a minute later. Its
+        rates, for pieces of this model's expert, are measured before each cell and behind it.
+        Simulated routings share an engine; the model's own needs one without the simulator.
         """
+        around: dict[Cell, list[rates.Figures]] = {cell: [] for cell in cells}
         simulated = [cell for cell in cells if cell.is_simulated]
         for part in (simulated, [cell for cell in cells if not cell.is_simulated]):
             for at in range(0, len(names) if part else 0, self._at_once):
@@ -353,10 +343,54 @@ class Session:
                 ]
                 self._await_start(attempts)
                 with self.turn():
-                    if not self.rows:
-                        self.measure_rates()
-                    for attempt in attempts:
-                        self.add(self._finish(attempt))
+                    self._measure(attempts, part, around)
+                for attempt in attempts:
+                    self.add(self._finish(attempt))
+        keys = self.common()
+        self.add(rates.rows(self.run, rates.pooled(self._samples), **keys))
+        for cell in cells:
+            figures = rates.pooled(around[cell])
+            self.add(rates.rows(self.run, figures, **keys, **cell.keys(), bench=cell.bench))
+
+    def _measure(
+        self, attempts: list[Attempt], cells: list[Cell], around: dict[Cell, list[rates.Figures]]
+    ) -> None:
+        """Every cell of engines that are up, and the machine around each, as long as any is."""
+
+        def take_turns() -> bool:
+            for attempt in attempts:
+                self._await_turn(attempt)
+            return any(attempt.process and attempt.process.is_running for attempt in attempts)
+
+        if not take_turns():  # to get ready
+            return
+        self._sample()
+        for cell in cells:
+            goes_on = take_turns()
+            self._sample()
+            around[cell] += self._samples[-2:]
+            if not goes_on:
+                break
+
+    def _sample(self) -> None:
+        """What the machine does now."""
+        if self._machine is None:
+            self._machine = rates.Machine(self.shape.expert_bytes, self.cpus(0))
+        self._samples.append(self._machine.sample())
+
+    def _await_turn(self, attempt: Attempt) -> None:
+        """Let an engine do what comes next, and wait until it has."""
+        process, done = attempt.process, attempt.turns
+        if process is None or not process.is_running:
+            return
+        process.tell("go")
+        began = time.monotonic()
+        until = min(began + self.options.timeout, self._ends)
+        while process.is_running and attempt.turns == done:
+            if time.monotonic() > until:
+                process.end()
+                attempt.note = f"stopped after {time.monotonic() - began:.0f} s"
+            time.sleep(0.05)
 
     def figures(self, name: str, cells: list[Cell], engine: dict[str, Any]) -> list[Row]:
         """The rows of one engine; a cell that was not reached is a row that says why."""
@@ -408,10 +442,9 @@ class Session:
                 time.sleep(0.05)
 
     def _finish(self, attempt: Attempt) -> list[Row]:
-        """Let an engine be measured, and wait for its end."""
+        """Wait for an engine's end: its rows, those of what was not measured too."""
         process = attempt.process
         if process is not None:
-            process.tell("go")
             left = self._ends - time.monotonic()
             note = process.wait(min(self.options.timeout, left))
             attempt.note = attempt.note or note
@@ -451,6 +484,8 @@ class Session:
         """End every process that has not ended: those that got no order, and those at work."""
         for process in self._started:
             process.end()
+        if self._machine is not None:
+            self._machine.close()
         self._come()
 
     def _process(self, gpu: int) -> Process:

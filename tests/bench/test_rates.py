@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from contextlib import closing
 
 import pytest
 import torch
 
 from bench import rates
+from bench.rates import METRICS
 from vllm_moe_offload.engine import ExpertPlan
 
 GIB = 1 << 30
@@ -48,21 +48,20 @@ def test_a_window_counts_its_own_reading() -> None:
     assert reader.window(0.01) == reader.read - GIB
 
 
-def test_the_measuring_process_has_the_cpus_that_it_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    moved: list[tuple[int, set[int]]] = []
+def test_the_measuring_process_has_the_cpus_that_it_is_given() -> None:
+    (one, *_) = os.sched_getaffinity(0)
+    for cpus, expected in ((None, os.sched_getaffinity(0)), ({one}, {one})):
+        with closing(rates.Machine(cpus=cpus)) as machine:
+            assert os.sched_getaffinity(machine._process.pid) == expected
 
-    def run(*command: object, preexec_fn: Callable[[], None] | None, **rest: object) -> Any:
-        if preexec_fn is not None:
-            preexec_fn()
-        return SimpleNamespace(returncode=0, stdout="{}", stderr="")
 
-    monkeypatch.setattr(rates.subprocess, "run", run)
-    monkeypatch.setattr(rates.os, "sched_setaffinity", lambda *given: moved.append(given))
-    rates.measure()
-    rates.measure(cpus={1, 3})
-    assert moved == [(0, {1, 3})]
+def test_windows_of_several_samples_are_pooled() -> None:
+    no_gpu = dict.fromkeys(METRICS, "no CUDA device")
+    samples = [no_gpu | {"read_gb_per_s": [float(i), float(i)]} for i in range(3)]
+    pooled = rates.pooled(samples)
+    assert pooled.pop("read_gb_per_s") == [0, 0, 1, 1, 2, 2]
+    assert set(pooled.values()) == {"no CUDA device"}
+    assert set(rates.pooled([]).values()) == {"not measured"}
 
 
 def test_the_engine_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +87,16 @@ def test_the_engine_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_a_machine_without_a_gpu_has_the_rates_of_its_cpu_alone() -> None:
-    found = rates.measure(seconds=0.01, repeats=5)
-    assert len(found["read_gb_per_s"]) == 5
-    assert min(found["read_gb_per_s"]) > 0
-    assert len(found["cpu_tflop_per_s"]) == 5
-    assert min(found["cpu_tflop_per_s"]) > 0
-    rest = set(rates.METRICS) - {"read_gb_per_s", "cpu_tflop_per_s"}
-    assert {found[name] for name in rest} == {"no CUDA device"}
+    with closing(rates.Machine()) as machine:
+        both = [machine.sample(seconds=0.01, repeats=n) for n in (1, 3)]
+    for found, repeats in zip(both, (1, 3), strict=True):
+        for name in ("read_gb_per_s", "cpu_tflop_per_s"):
+            assert len(found[name]) == repeats
+            assert min(found[name]) > 0
+        rest = set(METRICS) - {"read_gb_per_s", "cpu_tflop_per_s"}
+        assert {found[name] for name in rest} == {"no CUDA device"}
+
+
+def test_a_machine_that_cannot_be_measured_says_why() -> None:
+    with closing(rates.Machine(piece=-1)) as machine:
+        assert "--serve: '-1': give numbers from 1 up" in machine.sample()["read_gb_per_s"]

@@ -11,11 +11,11 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench import runner
-from bench.common import Run
 from bench.rates import METRICS
 from bench.runner import Cell, Session
 
@@ -64,7 +64,7 @@ def test_a_run_that_has_failed_is_not_waited_for(tmp_path: Path) -> None:
         session.options = Namespace(turns=tmp_path / "turns", runs=2, timeout=20.0)
         session.run = SimpleNamespace(run=name)
         session._ends = time.monotonic() + 20
-        session._started = []
+        session._started, session._machine = [], None
         return session
 
     run("failed before its turn").close()
@@ -73,40 +73,98 @@ def test_a_run_that_has_failed_is_not_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() < other._ends - 15
 
 
-def test_runs_that_wait_for_each_other_measure_the_machine_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But another piece, another GPU, or a run that comes later is measured for by itself."""
-    measured: list[int] = []
-
-    def measure(piece: int, cpus: set[int]) -> dict[str, list[float]]:
-        measured.append(piece)
-        return {name: [float(len(measured))] * 5 for name in METRICS}
-
-    monkeypatch.setattr(runner.rates, "measure", measure)
-
-    def rates(piece: int = 7, turns: Path | None = tmp_path, begins: float = -60) -> float | None:
-        session = Session.__new__(Session)
-        session.options = Namespace(
-            turns=turns, gpus=1, json=None, model="demo", format="bf16", dtype="auto"
-        )
-        session.shape = SimpleNamespace(expert_bytes=piece, layers=2)
-        session.run = Run("decode", "abc", "1234567", "2026-01-01", "h100", "a CPU", "1", "2")
-        session.rows, session._began = [], time.time() + begins
-        session.measure_rates()
-        return session.value("machine", "read_gb_per_s")
-
-    assert [rates(), rates(), rates(piece=8), rates(piece=8)] == [1, 1, 2, 2]
-    assert rates(begins=60) == 3
-    assert [rates(turns=None), rates(turns=None)] == [4, 5]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [rates(), rates()] == [6, 6]
-
-
 def parsed(*arguments: str) -> Namespace:
     parser = ArgumentParser()
     runner.arguments(parser)
     return parser.parse_args(["--eager", *arguments])
+
+
+ENGINE = """
+import json, os, sys
+order = json.load(open(sys.stdin.readline().strip()))
+name = order["result"].rpartition("-")[2].removesuffix(".jsonl")  # uva or gpu
+
+def write(metric, **keys):
+    with open(order["result"], "a") as file:
+        file.write(json.dumps({"metric": metric, "unit": "ms", "value": 2.0, **keys}) + "\\n")
+
+write("start_s")
+for cell in (None, *order["cells"]):
+    assert sys.stdin.readline() == "go\\n"
+    with open(os.environ["EVENTS"], "a") as file:
+        file.write(f"{name} {cell and cell['batch']}\\n")
+    if (name, cell) == (os.environ["FAILS"], order["cells"][0]):
+        sys.exit("RuntimeError: out of slots")
+    if (name, cell) == (os.environ["HANGS"], order["cells"][0]):
+        sys.stdin.readline()
+    if cell:
+        write("step_ms", **cell)
+    write("turn")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails", "hangs"), [("", ""), ("gpu", ""), ("", "uva"), ("gpu", "uva")], ids=str
+)
+def test_engines_take_turns_cell_by_cell_and_the_machine_is_measured_around(
+    fails: str, hangs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, engine = tmp_path / "events", tmp_path / "engine"
+    (tmp_path / "engine.py").write_text(ENGINE)
+    engine.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'engine.py'}\n")
+    engine.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    for name, value in (("EVENTS", str(events)), ("FAILS", fails), ("HANGS", hangs)):
+        monkeypatch.setenv(name, value)
+    asked: list[tuple[int, set[int]]] = []
+    samples = iter(range(1, 9))
+
+    class Machine:
+        def __init__(self, piece: int, cpus: set[int]) -> None:
+            asked.append((piece, cpus))
+
+        def sample(self) -> dict[str, Any]:
+            with events.open("a") as file:
+                file.write("machine\n")
+            return dict.fromkeys(METRICS, [float(next(samples))] * 3)
+
+        def close(self) -> None:
+            asked.clear()
+
+    monkeypatch.setattr(runner.rates, "Machine", Machine)
+    cells = [Cell("uniform", batch=1), Cell("uniform", batch=8)]
+    options = parsed("--together", "2", "--timeout", "5")
+    with runner.session("decode", options) as session:
+        session.compete(["vllm-uva", "vllm-gpu"], cells, {})
+        assert asked == [(session.shape.expert_bytes, os.sched_getaffinity(0))]
+        rows = session.rows
+    assert not asked  # closed
+    first = ["uva None", "gpu None", "machine", "uva 1", "gpu 1", "machine"]
+    second = [f"{n} 8" for n in ("uva", "gpu") if n not in (fails, hangs)]
+    assert events.read_text().split("\n")[:-1] == first + ([*second, "machine"] if second else [])
+
+    def figure(contestant: str, **keys: Any) -> tuple[Any, Any]:
+        (row,) = [
+            r
+            for r in rows
+            if r["contestant"] == contestant and all(r[k] == v for k, v in keys.items())
+        ]
+        return row["value"], row.get("note")
+
+    for name in ("uva", "gpu"):
+        for cell in cells:
+            got = figure(f"vllm-{name}", metric="step_ms", **cell.keys())
+            if name == fails:
+                assert got == (None, "RuntimeError: out of slots")
+            elif name == hangs:
+                assert got == (None, "stopped after 5 s")
+            else:
+                assert got == (2.0, None)
+    read = {"contestant": "machine", "metric": "read_gb_per_s"}
+    last = 3 if second else 2
+    assert figure(**read, batch=None) == ((1 + last) / 2, None)
+    assert figure(**read, **cells[0].keys()) == (1.5, None)
+    assert figure(**read, **cells[1].keys()) == ((2.5, None) if second else (None, "not measured"))
 
 
 def test_runs_without_a_folder_are_refused(tmp_path: Path) -> None:
@@ -127,7 +185,7 @@ def test_asked_to_end_a_run_ends_engines_that_wait_and_that_work(
 ) -> None:
     pids, at_work, engine = (tmp_path / name for name in ("pids", "at_work", "engine"))
     engine.write_text(
-        f"#!/bin/sh\necho $$ >> {pids}\nread order; read go && touch {at_work}\nexec sleep 60\n"
+        f"#!/bin/sh\necho $$ >> {pids}\nread order && touch {at_work}\nexec sleep 60\n"
     )
     engine.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(engine))
