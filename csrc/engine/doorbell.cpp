@@ -40,6 +40,7 @@ constexpr milliseconds kRefuse{1};
 // was launched gets to its first layer well within it.
 constexpr std::chrono::seconds kNaming{1};
 
+constexpr double kLeastSeconds = 1e-3;
 constexpr int kMostSeconds = 3600;
 
 constexpr int64_t kNone = -1;
@@ -379,8 +380,8 @@ Doorbell::Doorbell(std::shared_ptr<Engine> engine, std::byte* board, int64_t mai
                                 std::to_string(kBoardAlign) + ": allocate it aligned");
   }
   for (const double seconds : {settings.timeout_s, settings.idle_s}) {
-    if (seconds > 0 && seconds <= kMostSeconds) continue;
-    throw std::invalid_argument("timeout and idle of a doorbell must be above 0 and at most " +
+    if (seconds >= kLeastSeconds && seconds <= kMostSeconds) continue;
+    throw std::invalid_argument("timeout and idle of a doorbell must be from 0.001 to " +
                                 std::to_string(kMostSeconds) + " s");
   }
   service_ = std::make_shared<Service>(engine_, board, mailboxes, settings);
@@ -432,8 +433,8 @@ int64_t Doorbell::add(std::string layer, int64_t max_tokens, Compute compute) {
 void Doorbell::start() {
   engine_->pool().require_usable();
   const std::lock_guard<std::mutex> lock(threads_mutex_);
-  if (server_.joinable()) return;
   service_->begin();
+  if (server_.joinable()) return;
   engine_->pool().spin_for(kBetweenRequests);
   // The threads own the service, not this: see `stop`.
   watchdog_ = std::thread([service = service_] {

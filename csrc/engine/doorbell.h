@@ -35,12 +35,14 @@
 //   - nothing was answered for `timeout` while requests were outstanding: the watchdog looks ten
 //     times a second, and counts its looks instead of reading a clock, so that a process that was
 //     stopped and continued has not failed.
-// From then on `error` names the layer and the cause, and the watchdog answers every outstanding
-// and every later request with 2, within some milliseconds, until `stop`: no stream waits for ever,
-// and nothing is computed. `out` holds nothing of use after a 2. A request is answered once: the
-// answer that a stalled thread has ready too late is dropped, and what it indexes memory by is a
-// copy of the request's ids and map, which the GPU may be writing anew. Who launches the graphs
-// checks `error` before it uses what they computed: a kernel may, but need not, look at the answer.
+// From then on `error` names the layer and the cause (after an end while nothing was asked the
+// layer that asks next, for which it waits up to a second), and the watchdog answers every
+// outstanding and every later request with 2, within some milliseconds, until `stop`: no stream
+// waits for ever, and nothing is computed. `out` holds nothing of use after a 2. A request is
+// answered once: the answer that a stalled thread has ready too late is dropped, and what it
+// indexes memory by is a copy of the request's ids and map, which the GPU may be writing anew. Who
+// launches the graphs checks `error` before it uses what they computed: a kernel may, but need not,
+// look at the answer.
 #pragma once
 
 #include <cstddef>

@@ -205,6 +205,25 @@ void test_fault(const char* cause, int32_t tokens, const moe::Doorbell::Compute&
   expect_failed(doorbell, gpu, "layers.0", cause);
 }
 
+// For longer than the timeout something is outstanding, and answered.
+void test_busy() {
+  Gpu gpu(3);
+  moe::Doorbell doorbell(engine(), gpu.board(), 3, {.timeout_s = kTimeout});
+  for (int64_t i = 0; i < 3; ++i) {
+    doorbell.add("layers." + std::to_string(i), 4,
+                 [](int64_t) { std::this_thread::sleep_for(milliseconds(100)); });
+  }
+  doorbell.start();
+  for (int64_t i = 0; i < 3; ++i) gpu.ask(i, 1);
+  for (int n = 0; n < 4; ++n) {
+    for (int64_t i = 0; i < 3; ++i) {
+      expect(gpu.wait(i) == moe::kDone, "answered while busy");
+      gpu.ask(i, 1);
+    }
+  }
+  expect(doorbell.error().empty(), "busy is not stalled");
+}
+
 void test_bad_row() {
   const Case c{Format::kBf16, 70, 33, 4, 1};
   const auto shared = engine();
@@ -426,6 +445,7 @@ void moe_tests::test_doorbell() {
   });
   test_fault("did not end within 0.4 s", 1, [&](int64_t) { gate.pass(); });
   opener.join();
+  test_busy();
   test_bad_row();
   test_late_answer();
   test_late_routing();

@@ -31,7 +31,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("the arguments were taken")
 
     monkeypatch.setattr(runner, "session", run)
-    monkeypatch.setattr(rates, "measure", run)
+    monkeypatch.setattr(rates, "Machine", run)
     monkeypatch.setattr(CpuExpertEngine, "read_gb_per_s", run)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 

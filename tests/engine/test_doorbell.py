@@ -263,7 +263,14 @@ def test_the_end_of_its_thread_ends_it(engine: CpuExpertEngine, generator: torch
     for layer in layers:
         layer.write(batch_of(layer, generator))
         layer.ring()
-    expect_failed(doorbell, layers, "the service thread ended; layers.", "was the next to ask")
+    expect_failed(doorbell, layers, "the service thread ended; layers.0 was the next to ask")
+
+
+def error_of(doorbell: Doorbell) -> str:
+    """What has failed, or is about to."""
+    while (error := doorbell.error) is None:
+        time.sleep(0.001)
+    return error
 
 
 def test_an_end_while_nothing_is_asked_names_who_asks_next(
@@ -273,10 +280,16 @@ def test_an_end_while_nothing_is_asked_names_who_asks_next(
     doorbell, layers = make(engine, generator)
     end_service_thread()
     layers[1].tokens[0] = 1
-    gpu = threading.Timer(0.3, layers[1].ring)
+    asked = []
+
+    def ask() -> None:
+        asked.append(time.monotonic())
+        layers[1].ring()
+
+    gpu = threading.Timer(0.3, ask)
     gpu.start()
-    while (error := doorbell.error) is None:
-        time.sleep(0.01)
+    error = error_of(doorbell)
+    assert time.monotonic() - asked[0] < 0.4, "it is told at once"
     gpu.join()
     assert error.endswith("the service thread ended; layers.1 was the next to ask")
     assert layers[1].wait() == FAILED
@@ -287,9 +300,32 @@ def test_an_end_while_nobody_asks_is_told_all_the_same(
 ) -> None:
     doorbell, _ = make(engine, generator)
     end_service_thread()
-    while (error := doorbell.error) is None:
-        time.sleep(0.01)
-    assert error.endswith("the service thread ended")
+    began = time.monotonic()
+    assert error_of(doorbell).endswith("the service thread ended")
+    assert 0.9 < time.monotonic() - began < 5
+    with pytest.raises(RuntimeError, match="service thread ended; make another doorbell"):
+        doorbell.start()
+    stopping = threading.Timer(0.1, doorbell.stop)
+    stopping.start()
+    began = time.monotonic()
+    assert error_of(doorbell).endswith("the service thread ended")
+    assert time.monotonic() - began < 0.6, "nobody asks a doorbell that has stopped"
+    stopping.join()
+
+
+def test_an_error_that_names_its_layer_is_told_at_once(
+    engine: CpuExpertEngine, generator: torch.Generator
+) -> None:
+    doorbell, layers = make(engine, generator)
+    layers[1].tokens[0] = MOST_TOKENS + 1
+    layers[1].ring()
+    assert layers[1].wait() == FAILED
+    layers[0].ring()
+    assert layers[0].wait() == FAILED
+    began = time.monotonic()
+    error = error_of(doorbell)
+    assert time.monotonic() - began < 0.5
+    assert "layers.1" in error and "was the next to ask" not in error
 
 
 def test_stop_answers_what_is_outstanding(
@@ -368,7 +404,7 @@ def test_refusals(engine: CpuExpertEngine, generator: torch.Generator) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         size = Doorbell.board_bytes(1)
         engine.doorbell(torch.cat((board, board))[4:][:size], 1)
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match=r"from 0\.001 to 3600"):
         engine.doorbell(board, 1, timeout=0)
 
     doorbell = engine.doorbell(board, 1)

@@ -91,6 +91,13 @@ def test_noise_costs_next_to_nothing(mean: float, seed: int) -> None:
     assert taken <= 1.03 * best
 
 
+@pytest.mark.parametrize("fetched", [1, 12, 23])
+def test_right_rates_stay_under_other_splits_too(fetched: int) -> None:
+    """Where one lane has more to do it runs by itself behind the other."""
+    _, use = serve(H200, np.minimum(np.arange(EXPERTS + 1), fetched), np.full(400, 24))
+    assert correct_rates(H200, H200, use) == H200
+
+
 def test_a_lane_that_was_hardly_used_keeps_its_rates() -> None:
     use = LaneUse(fetched=1e-3, fetch_seconds=0.019, computed=90.0, cpu_seconds=2.0)
     rates = correct_rates(H200, H200, use)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain, combinations
 
 import numpy as np
@@ -102,6 +103,14 @@ def test_copies_are_slowed_while_the_cpu_reads(
     chosen = experts_for_cpu(rates, np.array(rows, np.int64), ahead)
     assert sorted(rows[expert] for expert in chosen) == sorted(rows)[: len(chosen)]
     assert seconds(len(chosen)) == pytest.approx(min(map(seconds, range(len(rows) + 1))))
+
+
+def test_copies_are_slowed_by_a_cpu_that_takes_microseconds_too() -> None:
+    """Of 20 experts the CPU takes 12 if copies go on as before, and 14 if they take half longer."""
+    rates = TailRates(copy=150e-6, cpu=100e-6, cpu_row=0.0)
+    rows = np.ones(20, np.int64)
+    assert len(experts_for_cpu(rates, rows, 0)) == 12
+    assert len(experts_for_cpu(replace(rates, slowed=1.5), rows, 0)) == 14
 
 
 def test_the_cpu_takes_those_with_the_fewest_rows() -> None:

@@ -185,15 +185,6 @@ class DeviceStep:
         # Ordered on the current stream, for which nobody waits.
         self.limits.copy_(sendable(tables, self.limits), non_blocking=True)
 
-    def reset(self) -> None:
-        """Forget what is in the slots, what the policy has seen, and the counters."""
-        self.invalidate()
-        self.last_used.fill_(-1)
-        self._last_heavy.fill_(-1)
-        self.value.zero_()
-        self.step.zero_()
-        self.reset_counters()
-
     def reset_counters(self) -> None:
         """Start to count anew."""
         self.counters.zero_()
