@@ -74,6 +74,9 @@ __m256 _mm256_maskz_loadu_ps(__mmask8 mask, const float* from) {
   return each(__m256{}, [&](float, size_t i) { return mask >> i & 1 ? from[i] : 0.0f; });
 }
 __m256h _mm256_castsi256_ph(__m256i v) { return cast<__m256h>(v); }
+__m256h _mm256_add_ph(__m256h a, __m256h b) {
+  return each(a, [&](_Float16 lane, size_t i) { return lane + b.lane[i]; });
+}
 void _mm256_storeu_ph(void* to, __m256h v) { std::memcpy(to, &v, sizeof v); }
 
 __m512i _mm512_loadu_si512(const void* from) {
