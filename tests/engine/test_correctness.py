@@ -436,6 +436,33 @@ def test_infinity_counts_in_each_column_with_its_sign(
     assert (out == (torch.inf if sign == weight_sign else 0)).all()
 
 
+# Bytes of the least and the largest weights.
+EXTREMES = {
+    Format.INT4: (0x00, 0xFF),
+    Format.MXFP4: (0xFF, 0x77),
+    Format.NVFP4: (0xFF, 0x77),
+    Format.INT8_CHANNEL: (0x80, 0x7F),
+}
+
+
+@pytest.mark.parametrize("format", EXTREMES, ids=lambda f: f.value)
+@pytest.mark.parametrize("up", [0, 1], ids=["least", "largest"])
+@pytest.mark.parametrize("down", [0, 1], ids=["least", "largest"])
+def test_sums_of_the_largest_products(
+    engine: CpuExpertEngine, make_shard: MakeShard, format: Format, up: int, down: int
+) -> None:
+    """All weights and all activations as large as they can be: what adds up must not overflow."""
+    spec = make_spec(320, 160, format, activation=Activation.RELU2_NO_MUL)
+    shard = make_shard(spec, 1)
+    shard["w13_weight"].view(torch.uint8)[:] = EXTREMES[format][up]
+    shard["w2_weight"].view(torch.uint8)[:] = EXTREMES[format][down]
+    for rows in (1, 4, 8, 20):
+        x = torch.full((rows, spec.hidden), 1.0 if up else -1.0, dtype=spec.activation_dtype)
+        check(
+            engine, spec, shard, (x, torch.zeros(rows, 1, dtype=torch.int32), torch.ones(rows, 1))
+        )
+
+
 def test_nan_in_gives_nan_out(engine: CpuExpertEngine, make_shard: MakeShard) -> None:
     formats = (Format.FP32, Format.BF16, Format.FP8_TENSOR, Format.INT4, Format.MXFP4, Format.NVFP4)
     for activation, format in itertools.product(Activation, formats):

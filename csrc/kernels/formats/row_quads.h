@@ -21,12 +21,15 @@ struct alignas(64) DigitOrder {
   uint8_t column[kQuadColumns];
 };
 
-// 128 activations, in the place of as many floats: whole numbers of 15 bits of the largest.
+// 128 activations, in the place of as many floats: whole numbers of 15 bits of the largest (see
+// kMost).
 struct DigitBlock {
   int8_t high[kQuadColumns];
   int8_t low[kQuadColumns];
   int8_t rest[kQuadColumns];  // what was rounded away, by 256; stale where has_rest is not set
-  int32_t start[2][4];        // what takes back that codes are positive, of each part and lane
+  // What takes back that codes are positive, of each part and lane; with kHighFits, where there is
+  // one part, of the low digits and of the high ones.
+  int32_t start[2][4];
   int32_t rest_start[2][4];
   float scale[2][4];
   int32_t has_rest;
@@ -127,8 +130,16 @@ struct RowQuads : F {
   static constexpr int kLines = static_cast<int>(F::kBlockBytes / 64);
   // Vectors of one part: columns that share scales.
   static constexpr int kPartVectors = 4 * kLines / F::kParts;
-  // Digits reach 127, twice.
-  static constexpr float kMost = 127.0f * 256.0f;
+  // Whether a lane's sum of codes, as they are meant, by high digits is a number of 16 bits: one
+  // instruction then adds its 256-fold to the sum of the low ones. MXFP4's digits are smaller for
+  // that, of 14.4 bits; INT8's would be far too small, and NVFP4's blocks have no room for what
+  // both sums begin with.
+  static constexpr int kLaneColumns = kQuadColumns / F::kParts / 4;
+  static constexpr int kMostFitting = 32767 / (kLaneColumns * F::kZero);
+  static constexpr bool kHighFits = F::kParts == 1 && kMostFitting >= 64;
+  // Digits are of 8 bits.
+  static constexpr int kMostHigh = kHighFits && kMostFitting < 127 ? kMostFitting : 127;
+  static constexpr float kMost = kMostHigh * 256.0f;
 
   // All rows by kTokens rows of operands, or by one's rests: each sum in the same order whatever
   // the number of tokens. What follows of the weights is fetched meanwhile.
@@ -188,6 +199,10 @@ struct RowQuads : F {
       const int32_t* from = kRest ? x[t]->rest_start[part] : x[t]->start[part];
       return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     };
+    const auto high_start = [&](int t) {
+      if constexpr (kHighFits && !kRest) return start(t, 1);
+      return _mm512_setzero_si512();
+    };
 #pragma GCC unroll 4
     for (int pair = 0; pair < 2 * kLines; ++pair) {
       __m512i vectors[2][2];
@@ -205,7 +220,7 @@ struct RowQuads : F {
         if (vector % kPartVectors == 0) {
 #pragma GCC unroll 4
           for (int t = 0; t < kTokens; ++t) {
-            high[t][0] = high[t][1] = _mm512_setzero_si512();
+            high[t][0] = high[t][1] = high_start(t);
             low[t][0] = low[t][1] = start(t, part);
           }
         }
@@ -225,11 +240,13 @@ struct RowQuads : F {
             const V::F scale = _mm512_broadcast_f32x4(_mm_loadu_ps(x[t]->scale[part]));
 #pragma GCC unroll 2
             for (int q = 0; q < 2; ++q) {
-              const __m512i whole =
-                  kRest ? low[t][q] : _mm512_add_epi32(_mm512_slli_epi32(high[t][q], 8), low[t][q]);
-              V::F value = _mm512_cvtepi32_ps(whole);
+              const auto whole = [&](__m512i of_high, __m512i of_low) {
+                if constexpr (kRest) return of_low;
+                return add_high(of_high, of_low);
+              };
+              V::F value = _mm512_cvtepi32_ps(whole(high[t][q], low[t][q]));
               if constexpr (Case::kHasZeros) {
-                value = V::fma(_mm512_cvtepi32_ps(start(t, part)),
+                value = V::fma(_mm512_cvtepi32_ps(whole(high_start(t), start(t, part))),
                                Case::zeros(rows + 4 * q, k, count), value);
               }
               sum[t][q] = V::fma(value, V::mul(scales[q][part], scale), sum[t][q]);
@@ -238,6 +255,12 @@ struct RowQuads : F {
         }
       }
     }
+  }
+
+  // Of sums of digits, or of what these begin with.
+  [[gnu::always_inline]] static __m512i add_high(__m512i high, __m512i low) {
+    if constexpr (kHighFits) return _mm512_dpwssd_epi32(low, high, _mm512_set1_epi32(256));
+    return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
   }
 
   [[gnu::always_inline]] static void add(const __m512i (&codes)[2], __m512i digits,
@@ -296,10 +319,13 @@ struct RowQuads : F {
     const int without_high = order(high, block.high, sums);
     __m512i low_sums[2];
     order(low, block.low, low_sums);
-    for (int i = 0; i < 2; ++i) {
-      sums[i] = _mm512_add_epi32(_mm512_slli_epi32(sums[i], 8), low_sums[i]);
+    if constexpr (kHighFits) {
+      set_start(low_sums, block.start);
+      set_start(sums, block.start + 1);
+    } else {
+      for (int i = 0; i < 2; ++i) sums[i] = add_high(sums[i], low_sums[i]);
+      set_start(sums, block.start);
     }
-    set_start(sums, block.start);
     set_scale(largest * (F::kUnit / kMost), block);
     block.has_rest = !is_infinite && needs_rest(scaled, without_high);
     if (block.has_rest != 0) {
@@ -345,7 +371,8 @@ struct RowQuads : F {
     return order;
   }();
 
-  static void set_start(const __m512i (&sums)[2], int32_t (&start)[2][4]) {
+  // Of kParts.
+  static void set_start(const __m512i (&sums)[2], int32_t (*start)[4]) {
     const auto lanes = [](__m512i v) {
       const __m256i half =
           _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
