@@ -107,6 +107,7 @@ def sections(files: Iterable[Path]) -> str:
                     f"## {TITLES[metric]}: {name}",
                     f"{about}; {versions}, {head['date']}.",
                     table(rows, metric),
+                    _floor_of_bytes(rows, metric),
                     _rates(rows),
                 ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -206,6 +207,14 @@ def _notes(rows: Sequence[Row]) -> str:
     return "".join(f"\n- {note}" for note in notes)
 
 
+def _floor_of_bytes(rows: Sequence[Row], metric: str) -> str:
+    """That a step's floor lacks the GPU's part, where nothing has shown it."""
+    of = {row["contestant"] for row in rows if row["metric"] == metric and row["value"] is not None}
+    if metric != "step_ms" or "floor" not in of or "vllm-gpu" in of:
+        return ""
+    return "Its floor is of the missed bytes alone: `vllm-gpu` was not measured in this run."
+
+
 def _rates(rows: Sequence[Row]) -> str:
     figures: dict[str, list[str]] = {}
     for row in rows:
@@ -226,7 +235,8 @@ def main() -> None:
     options = parser.parse_args()
     for path in options.files:
         try:
-            read(path)
+            if not read(path):
+                raise ValueError(f"{path} holds no rows")
         except (OSError, ValueError) as error:
             parser.error(f"{error}: give files that a benchmark's --json has written")
     text = _HEAD + sections(options.files)

@@ -42,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--contestants",
         type=_contestants,
-        default=["vllm-gpu", "cache", "vllm-uva", "vllm-prefetch"],
+        default=["auto", "vllm-uva", "vllm-prefetch", "vllm-gpu"],
         help=", ".join((*OURS, *STOCK)),
     )
     add("--slots", type=int, help="experts a layer on the GPU; default a fifth of them")
@@ -168,13 +168,19 @@ class Process:
         return self._process.poll() is None
 
     def wait(self, seconds: float) -> str | None:
-        """Wait for its end, which comes then at the latest; what went wrong, if anything."""
+        """Wait for its end, which comes then at the latest; what went wrong, if anything.
+
+        Of what a signal has ended (memory that ran out, say) the last words are no reason.
+        """
         try:
             self._process.wait(max(seconds, 0))
         except subprocess.TimeoutExpired:
             self.end()
             return f"stopped after {max(seconds, 0):.0f} s"
-        return None if self._process.returncode == 0 else reason(self.log.read_text())
+        status, said = self._process.returncode, reason(self.log.read_text())
+        if status < 0:
+            return f"ended by {signal.Signals(-status).name}, having said: {said}"
+        return None if status == 0 else said
 
     def end(self) -> None:
         """Kill it."""
@@ -259,14 +265,14 @@ class Session:
         """The model's."""
         return int(self._config["vocab_size"])
 
-    def check_length(self, positions: int) -> None:
-        """SystemExit where no request of the model can be of so many tokens."""
+    def check_length(self, positions: int, options: str = "--tokens") -> None:
+        """SystemExit where no request of the model can be of so many tokens, by these options."""
         most = self._config.get("max_position_embeddings")
         scaling = (self._config.get(name) or {} for name in ("rope_scaling", "rope_parameters"))
         if most is not None and positions > most and not any("factor" in each for each in scaling):
             raise SystemExit(
                 f"a request of {positions} tokens, what it is answered with included, was asked "
-                f"for, and {self.options.model} has {most} positions: give fewer --tokens"
+                f"for, and {self.options.model} has {most} positions: give less for {options}"
             )
 
     @property

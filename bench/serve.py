@@ -66,7 +66,7 @@ def main() -> None:
     if options.chunk <= options.decodes:
         parser.error(f"--chunk {options.chunk}: give more than --decodes, {options.decodes}")
     with runner.session("serve", options) as session:
-        session.check_length(_sizes(options)["max_model_len"])
+        session.check_length(_sizes(options)["max_model_len"], "--tokens and --room")
         if options.model in models.MODELS:
             models.write_tokenizer(session.model)
         for name in options.contestants:

@@ -119,7 +119,7 @@ class Doorbell {
   };
 
   // The board of `mailboxes` must outlive the doorbell. Throws std::invalid_argument for one that
-  // is not aligned, for a number of mailboxes below 1 or of seconds that is not positive.
+  // is not aligned, for a number of mailboxes below 1 or of seconds not from 0.001 to 3600.
   Doorbell(std::shared_ptr<Engine> engine, std::byte* board, int64_t mailboxes, Settings settings);
   // Stops; see there what is left to the caller.
   ~Doorbell();

@@ -50,6 +50,7 @@ def test_a_figure_of_nothing_has_no_share_of_the_floor() -> None:
 NO_ROWS = {
     "a dict": ("{}", "no list, but dict"),
     "numbers": ("[1]", "row 1: 1 is not keys with values"),
+    "an empty list": ("[]", "holds no rows"),
     "half": ("[{", "no JSON: Expecting property name"),
     "bytes": (b"\xff", "no JSON: 'utf-8' codec can't decode"),
     "no max": (json.dumps([rows()[0] | {"min": 1.0}]), "row 1: min is 1.0 and max None"),
@@ -83,6 +84,18 @@ def test_a_page_names_machine_versions_and_file(tmp_path: Path) -> None:
     assert "## Decode, ms a step: `2026-01-01-decode`\n" in page
     assert "qwen3-30b-a3b, 24 layers, bf16, h100, a CPU; vLLM 0.26.0, torch 2.11.0" in page
     assert "GB/s: h2d 54.2." in page
+
+
+def test_a_floor_without_the_gpus_part_is_said_to_be(tmp_path: Path) -> None:
+    said = "Its floor is of the missed bytes alone"
+    append(tmp_path / "alone.json", rows())
+    assert said in report.sections([tmp_path / "alone.json"])
+    gpu = rows()[2] | {"contestant": "vllm-gpu"}
+    append(tmp_path / "beside.json", [*rows(), gpu])
+    assert said not in report.sections([tmp_path / "beside.json"])
+    no_floor = [row for row in rows() if row["contestant"] != "floor"]
+    append(tmp_path / "none.json", no_floor)
+    assert said not in report.sections([tmp_path / "none.json"])
 
 
 def test_the_newest_stands_first_and_the_cpu_engine_last(tmp_path: Path) -> None:

@@ -167,6 +167,18 @@ def test_engines_take_turns_cell_by_cell_and_the_machine_is_measured_around(
     assert figure(**read, **cells[1].keys()) == ((2.5, None) if second else (None, "not measured"))
 
 
+def test_what_a_signal_has_ended_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, log = tmp_path / "engine", tmp_path / "log"
+    engine.write_text("#!/bin/sh\necho loading\nkill -9 $$\n")
+    engine.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(engine))
+    handle = os.open(log, os.O_CREAT | os.O_WRONLY)
+    process = runner.Process(dict(os.environ), os.sched_getaffinity(0), handle, log)
+    assert process.wait(20) == "ended by SIGKILL, having said: loading"
+
+
 def test_runs_without_a_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--runs 2: they share the folder of --turns"):
         Session("decode", parsed("--runs", "2"), tmp_path)
@@ -240,7 +252,9 @@ def test_a_request_longer_than_the_models_positions_is_refused(
 
     made = session(max_position_embeddings=1024, rope_scaling=None, **more)
     made.check_length(1024)
-    with pytest.raises(SystemExit, match=r"of 1025 tokens.*demo has 1024 positions.*fewer --tok"):
+    with pytest.raises(SystemExit, match=r"of 1025 tokens.*demo has 1024 pos.* less for --tokens$"):
         made.check_length(1025)
+    with pytest.raises(SystemExit, match=r"less for --tokens and --room$"):
+        made.check_length(1025, "--tokens and --room")
     session(max_position_embeddings=1024, rope_scaling={"factor": 4.0}).check_length(4096)
     session().check_length(4096)

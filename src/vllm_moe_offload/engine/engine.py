@@ -118,7 +118,8 @@ class CpuExpertEngine:
             idle: Seconds after the last request or `wake` that the service thread goes on spinning.
 
         Raises:
-            ValueError: The board is not as described, or a number is not positive.
+            ValueError: The board is not as described, a number of mailboxes is not positive, or
+                seconds are not from 0.001 to 3600.
         """
         doorbell = Doorbell(self._open(), board, mailboxes, timeout=timeout, idle=idle)
         self._doorbells.add(doorbell)
