@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import uuid
@@ -161,6 +162,11 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def ended_by(status: int) -> str | None:
+    """Which signal a process of this status was ended by; None where it ended by itself."""
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else None
 
 
 def card() -> str:

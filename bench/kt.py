@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from bench.arguments import known, number, numbers, positive, rows_file
-from bench.common import KEYS, MIN_REPEATS, ROOT, Row, append, card, summary
+from bench.common import KEYS, MIN_REPEATS, ROOT, Row, append, card, ended_by, summary
 from vllm_moe_offload.engine import bench
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 
@@ -218,8 +217,8 @@ def _rows(
 
 
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
-    if done.returncode < 0:
-        return f"ended by {signal.Signals(-done.returncode).name}"
+    if killed := ended_by(done.returncode):
+        return killed
     last = done.stderr.strip().splitlines()[-1:]
     return last[0] if last else f"ended with {done.returncode} and without a word"
 

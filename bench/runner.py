@@ -22,7 +22,7 @@ from typing import Any
 from bench import models, rates
 from bench.arguments import known, number, positive, rows_file
 from bench.child import ROUTING_VARIABLE, TURN
-from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append
+from bench.common import ROOT, SIMULATED, SWITCHING, Row, Run, append, ended_by
 from bench.contestants import OURS, STOCK, make
 
 _ERROR = re.compile(r"\b[\w.]*(?:Error|Exception): .+")
@@ -178,8 +178,8 @@ class Process:
             self.end()
             return f"stopped after {max(seconds, 0):.0f} s"
         status, said = self._process.returncode, reason(self.log.read_text())
-        if status < 0:
-            return f"ended by {signal.Signals(-status).name}, having said: {said}"
+        if killed := ended_by(status):
+            return f"{killed}, having said: {said}"
         return None if status == 0 else said
 
     def end(self) -> None:

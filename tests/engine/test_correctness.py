@@ -386,15 +386,21 @@ def test_few_tokens_are_computed_as_if_alone(
         assert torch.equal(alone[0], together[t])
 
 
+def filled(shard: Shard, w13: int, w2: int) -> Shard:
+    """Its weights of these bytes alone."""
+    shard["w13_weight"].view(torch.uint8)[:] = w13
+    shard["w2_weight"].view(torch.uint8)[:] = w2
+    return shard
+
+
 @pytest.mark.parametrize("format", WITH_SCALED_OPERANDS, ids=lambda f: f.value)
 def test_infinity_in_gives_infinity_out(
     engine: CpuExpertEngine, make_shard: MakeShard, format: Format
 ) -> None:
     spec = make_spec(40, 24, format, activation=Activation.RELU2_NO_MUL)
-    shard = make_shard(spec, 1)
-    for name in ("w13_weight", "w2_weight"):
-        ones = {Format.INT4: 0x99, Format.FP8_BLOCK: 0x38, Format.FP8_CHANNEL: 0x38}
-        shard[name].view(torch.uint8)[:] = ones.get(format, 0x22)
+    ones = {Format.INT4: 0x99, Format.FP8_BLOCK: 0x38, Format.FP8_CHANNEL: 0x38}
+    one = ones.get(format, 0x22)
+    shard = filled(make_shard(spec, 1), one, one)
     plan = engine.plan(spec, shard, max_tokens=20, top_k=1)
     for tokens in (1, 20):
         x = torch.ones(tokens, spec.hidden, dtype=spec.activation_dtype)
@@ -422,10 +428,8 @@ def test_infinity_counts_in_each_column_with_its_sign(
 ) -> None:
     # The activation makes 0 of -inf.
     spec = make_spec(160, 32, format, activation=Activation.RELU2_NO_MUL)
-    shard = make_shard(spec, 1)
     plus, minus = ONES[format]
-    shard["w13_weight"].view(torch.uint8)[:] = plus if weight_sign > 0 else minus
-    shard["w2_weight"].view(torch.uint8)[:] = plus
+    shard = filled(make_shard(spec, 1), plus if weight_sign > 0 else minus, plus)
     plan = engine.plan(spec, shard, max_tokens=4, top_k=1)
     x = torch.ones(spec.hidden, spec.hidden, dtype=spec.activation_dtype)
     x.fill_diagonal_(sign * torch.inf)
@@ -453,9 +457,7 @@ def test_sums_of_the_largest_products(
 ) -> None:
     """All weights and all activations as large as they can be: what adds up must not overflow."""
     spec = make_spec(320, 160, format, activation=Activation.RELU2_NO_MUL)
-    shard = make_shard(spec, 1)
-    shard["w13_weight"].view(torch.uint8)[:] = EXTREMES[format][up]
-    shard["w2_weight"].view(torch.uint8)[:] = EXTREMES[format][down]
+    shard = filled(make_shard(spec, 1), EXTREMES[format][up], EXTREMES[format][down])
     for rows in (1, 4, 8, 20):
         x = torch.full((rows, spec.hidden), 1.0 if up else -1.0, dtype=spec.activation_dtype)
         check(
