@@ -72,7 +72,8 @@ def prefill_ms(
     what it lacks, in every step anew.
 
     That is copied, or computed by the CPU: no faster than both move bytes, nor, where these are
-    known, than copies by themselves beside the CPU's arithmetic. Experts have as many rows each.
+    known, than copies (`h2d_gb_per_s`) and the CPU's arithmetic, while both run. Experts have as
+    many rows each.
     """
     moved = 0.0
     for start in range(0, tokens, chunk):

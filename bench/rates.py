@@ -5,7 +5,8 @@
 Each figure is the median of timed windows, taken in turns, since a machine that others use too is
 not the same a minute later. `h2d` copies pieces of the size of an expert from pinned memory; `read`
 has all threads of the CPU expert engine read memory; `gpu_read` sums GPU memory; `cpu_tflop` is the
-engine's arithmetic, with experts of 256 rows each.
+engine's arithmetic, with experts of 256 rows each; the two `computing` figures are that arithmetic
+and copies, while both run.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from itertools import cycle
 from typing import Any
 
 from bench.arguments import number, rows_file
 from bench.common import ROOT, Row, Run, append, summary
+from bench.floors import GB, TERA
 
 METRICS = {
     "h2d_gb_per_s": "GB/s",
@@ -30,15 +33,19 @@ METRICS = {
     "both_gb_per_s": "GB/s",
     "gpu_read_gb_per_s": "GB/s",
     "cpu_tflop_per_s": "TFLOP/s",
+    "computing_h2d_gb_per_s": "GB/s",
+    "computing_tflop_per_s": "TFLOP/s",
 }
 # Qwen3-30B-A3B's expert in bf16.
 _HIDDEN, _INTERMEDIATE = 2048, 768
 PIECE = 3 * _HIDDEN * _INTERMEDIATE * 2
-# Experts of a step of the engine's arithmetic, and rows of each.
-_EXPERTS, _ROWS = 8, 256
+# Experts of a step of the engine's arithmetic, and rows of each; so many steps of others, at most.
+_EXPERTS, _ROWS, _SETS = 8, 256, 64
 # GiB that are read, if they are a quarter of what is free at most: of 2 GiB a cache of 260 MiB kept
 # so much that reading was a fifth faster than of 8, and experts are more than that.
 _GIB = 8
+# It is read in so many parts, one after the other: a part that copies have ended beside is short.
+_PARTS = 8
 # Bytes of a bf16 of 0.0115. Ones would be subnormal numbers, whose products take far longer.
 _SMALL = 0x3C
 _NO_GPU = "no CUDA device"
@@ -122,60 +129,69 @@ class Reader:
         # In huge pages, as served experts are.
         self._memory = torch.frombuffer(map_pages(gib << 30), dtype=torch.uint8)
         self._memory.fill_(_SMALL)
-        self.read = 0
+        self._parts = cycle(self._memory.chunk(_PARTS))
 
-    def window(self, seconds: float) -> int:
-        """Bytes read in at least that time."""
-        before, until = self.read, time.perf_counter() + seconds
-        while time.perf_counter() < until:
-            self._pass()
-        return self.read - before
-
-    def beside(self, work: Callable[[], int]) -> int:
-        """Bytes that `work()` moves, and those read meanwhile."""
-        done, before = threading.Event(), self.read
-
-        def passes() -> None:
-            while not done.is_set():
-                self._pass()
-
-        thread = threading.Thread(target=passes)
-        thread.start()
-        try:
-            moved = work()
-        finally:
-            done.set()
-            thread.join()
-        return moved + self.read - before
+    def read(self) -> int:
+        """Read the next part; how many bytes that is."""
+        part = next(self._parts)
+        self._engine.read_gb_per_s(part)
+        return part.nbytes
 
     def compute(self) -> Callable[[], float]:
-        """Makes a step of the engine's; it returns the TFLOP that it has computed."""
+        """Makes a step of the engine's; it returns the TFLOP that it has computed.
+
+        Each is of other experts than the one before, which are in no cache.
+        """
         import torch
 
         from vllm_moe_offload.experts import Activation, ExpertSpec, Format
 
         spec = ExpertSpec(_HIDDEN, _INTERMEDIATE, Activation.SILU, Format.BF16)
+        count = min(_SETS * _EXPERTS, self._memory.nbytes // spec.layout.nbytes)
         shard, at = {}, 0
         for part in spec.layout.tensors:
-            size = _EXPERTS * part.nbytes
+            size = count * part.nbytes
             piece = self._memory[at : at + size].view(part.dtype)
-            shard[part.name] = piece.view(_EXPERTS, *part.shape)
+            shard[part.name] = piece.view(count, *part.shape)
             at += size
         plan = self._engine.plan(spec, shard, max_tokens=_EXPERTS * _ROWS, top_k=1)
         x = torch.randn(_EXPERTS * _ROWS, _HIDDEN).bfloat16()
-        ids = torch.arange(_EXPERTS, dtype=torch.int32).repeat(_ROWS).unsqueeze(1)
-        weights, out = torch.ones(ids.shape), torch.empty(x.shape)
-        tflop = 6 * _HIDDEN * _INTERMEDIATE * len(x) / 1e12
+        experts = torch.arange(count, dtype=torch.int32).split(_EXPERTS)[: count // _EXPERTS]
+        routings = cycle([each.repeat(_ROWS).unsqueeze(1) for each in experts])
+        weights, out = torch.ones(len(x), 1), torch.empty(x.shape)
+        tflop = 6 * _HIDDEN * _INTERMEDIATE * len(x) / TERA
 
         def step() -> float:
-            plan.run(x, ids, weights, out)
+            plan.run(x, next(routings), weights, out)
             return tflop
 
         return step
 
-    def _pass(self) -> None:
-        self._engine.read_gb_per_s(self._memory)
-        self.read += self._memory.nbytes
+
+def during(step: Callable[[], float], seconds: float) -> float:
+    """What steps add up to that are done for at least that time."""
+    until, done = time.perf_counter() + seconds, step()
+    while time.perf_counter() < until:
+        done += step()
+    return done
+
+
+def beside(step: Callable[[], float], work: Callable[[], float]) -> tuple[float, float]:
+    """What `work()` returns, and what steps add up to that another thread does meanwhile."""
+    over, done = threading.Event(), [0.0]
+
+    def steps() -> None:
+        while not over.is_set():
+            done[0] += step()
+
+    thread = threading.Thread(target=steps)
+    thread.start()
+    try:
+        worked = work()
+    finally:
+        over.set()
+        thread.join()
+    return worked, done[0]
 
 
 class Copies:
@@ -211,48 +227,51 @@ class Windows:
         import torch
 
         reader = Reader()
-        self._works: dict[str, tuple[Callable[[float], float], float]] = {
-            "read_gb_per_s": (reader.window, 1e9)
-        }
-        self._without: dict[str, Any] = dict.fromkeys(METRICS, _NO_GPU)
+        read, compute = reader.read, reader.compute()
+        # Each measures metrics, as so much that was done in `seconds` or longer.
+        self._works: list[Callable[[float], Mapping[str, float]]] = [
+            lambda seconds: {"read_gb_per_s": during(read, seconds) / GB}
+        ]
         if torch.cuda.is_available():
             copies = Copies(piece)
             memory = torch.ones(2**29, dtype=torch.float32, device="cuda")
 
-            def both(seconds: float) -> float:
-                return reader.beside(lambda: copies.window(seconds))
+            def both(seconds: float) -> Mapping[str, float]:
+                return {"both_gb_per_s": sum(beside(read, lambda: copies.window(seconds))) / GB}
 
-            def sums(seconds: float) -> float:
+            def computing(seconds: float) -> Mapping[str, float]:
+                copied, tflop = beside(compute, lambda: copies.window(seconds))
+                return {"computing_h2d_gb_per_s": copied / GB, "computing_tflop_per_s": tflop}
+
+            def sums(seconds: float) -> Mapping[str, float]:
                 for _ in range(10):
                     memory.sum()
                 torch.cuda.synchronize()
-                return 10 * memory.nbytes
+                return {"gpu_read_gb_per_s": 10 * memory.nbytes / GB}
 
-            self._works["h2d_gb_per_s"] = copies.window, 1e9
-            self._works["both_gb_per_s"] = both, 1e9
-            self._works["gpu_read_gb_per_s"] = sums, 1e9
-        step = reader.compute()
-
-        def steps(seconds: float) -> float:
-            until, done = time.perf_counter() + seconds, step()
-            while time.perf_counter() < until:
-                done += step()
-            return done
-
-        self._works["cpu_tflop_per_s"] = steps, 1.0
+            self._works += [
+                lambda seconds: {"h2d_gb_per_s": copies.window(seconds) / GB},
+                both,
+                computing,
+                sums,
+            ]
+        self._works.append(lambda seconds: {"cpu_tflop_per_s": during(compute, seconds)})
         self._round(0.0)  # warm
 
     def sample(self, seconds: float, repeats: int) -> Figures:
         """See `Machine.sample`."""
         rounds = [self._round(seconds) for _ in range(repeats)]
-        return self._without | {name: [each[name] for each in rounds] for name in self._works}
+        return dict.fromkeys(METRICS, _NO_GPU) | {
+            metric: [each[metric] for each in rounds] for metric in rounds[0]
+        }
 
     def _round(self, seconds: float) -> dict[str, float]:
         rates = {}
-        for name, (work, unit) in self._works.items():
+        for work in self._works:
             began = time.perf_counter()
             done = work(seconds)
-            rates[name] = done / (time.perf_counter() - began) / unit
+            passed = time.perf_counter() - began
+            rates |= {metric: much / passed for metric, much in done.items()}
         return rates
 
 

@@ -30,7 +30,8 @@ engine is timed by its own clock since 2026-11-30 evening (its tables of 2026-11
 kernels, and with Python in each call: a tenth of 2048x768's with few rows); torch and kt-kernel are
 timed from Python, which took 20 to 50 us a call of ours (`python_ms` in the files). And engines
 that started beside others split their misses by what these left them then. The floors of prefills
-from before 2026-11-30 have the CPU compute as much as it reads, and are too low for long prompts.
+from before 2026-11-30 have the CPU compute as much as it reads, and those up to commit 4098bbe both
+lanes at the rate that each has by itself: they are too low for long prompts.
 Figures of different runs are not to be compared: machines differ; of runs with the same contestants
 the newest stands first, and older ones are there for what it lacks. A dash is a figure that was not
 reached, and why stands below (`stopped after 12 s`: the time given to the whole run was over). A
@@ -87,7 +88,8 @@ def sections(files: Iterable[Path]) -> str:
     The newest first, files of one day in the order given; the CPU engine's last.
     """
     parts = []
-    found = sorted(((path, read(path)) for path in files), key=_date, reverse=True)
+    named = sorted(files, key=lambda path: path.stem)  # of one day `decode` before `decode-2`
+    found = sorted(((path, read(path)) for path in named), key=_date, reverse=True)
     for path, of_file in sorted(found, key=_is_of_cpu):
         runs = _runs(of_file)
         for number, rows in enumerate(runs, 1):

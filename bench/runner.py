@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench import models, rates
 from bench.arguments import known, number, positive, rows_file
@@ -316,7 +316,7 @@ class Session:
         """Measuring by itself, when every run that shares a folder with this one has come so far.
 
         Those that have ended are waited for no more, nor those that have not come in time, the
-        timeout of a contestant.
+        timeout of a contestant; nor another's turn, when this run's deadline has come.
         """
         folder: Path | None = self.options.turns
         if folder is None:
@@ -327,7 +327,8 @@ class Session:
         while len(list(folder.glob("*.here"))) < self.options.runs and time.monotonic() < until:
             time.sleep(0.05)
         with (folder / "turn").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            while not _locked(file) and self.seconds_left > 0:
+                time.sleep(0.05)
             yield
 
     def compete(self, names: list[str], cells: list[Cell], engine: dict[str, Any]) -> None:
@@ -559,6 +560,15 @@ def reason(log: str) -> str:
         if (found := _ERROR.search(line))
     ]
     return (named or lines or ["ended without a word"])[-1][:300]
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether this process has the file now, which one has at a time until it closes it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextmanager

@@ -169,6 +169,26 @@ def test_the_floor_of_a_prefill_knows_what_the_cpu_computes() -> None:
     assert floor(512, 4) == pytest.approx(1e3 * 24 * 102 * 9437184 / 140e9, rel=1e-2), "few rows"
 
 
+def test_the_floor_of_a_prefill_is_of_rates_while_both_lanes_run() -> None:
+    measured = {
+        "both_gb_per_s": 140.0,
+        **{"h2d_gb_per_s": 60.0, "cpu_tflop_per_s": 8.0},
+        **{"computing_h2d_gb_per_s": 50.0, "computing_tflop_per_s": 4.0},
+    }
+
+    class Measured:
+        shape, slots = QWEN, 26
+
+        def value(self, contestant: str, metric: str, **keys: object) -> float | None:
+            return measured.get(metric) if contestant == "machine" else None
+
+    assert latency._floor(Measured(), Cell("uniform", tokens=4096), 8192) == floors.prefill_ms(
+        QWEN,
+        **dict(tokens=4096, chunk=8192, slots=26, both_gb_per_s=140),
+        **dict(h2d_gb_per_s=50, cpu_tflop_per_s=4),
+    )
+
+
 def test_the_floor_of_routings_in_turns_is_their_mean() -> None:
     class Measured:
         shape, slots = QWEN, 26

@@ -16,36 +16,64 @@ from vllm_moe_offload.engine import ExpertPlan
 GIB = 1 << 30
 
 
-def test_what_is_read_beside_other_work_is_counted_with_it() -> None:
+def test_what_is_done_beside_other_work_is_counted() -> None:
     reader = rates.Reader(gib=1)
+    reads: list[int] = []
+
+    def read() -> int:
+        reads.append(reader.read())
+        return reads[-1]
 
     def work() -> int:
         time.sleep(0.3)
         return 7
 
-    moved = reader.beside(work)
-    read, passes = moved - 7, (moved - 7) // GIB
-    assert passes >= 1
-    assert read == passes * GIB == reader.read
+    assert rates.beside(read, work) == (7, sum(reads))
+    assert len(reads) >= 1
 
 
-def test_other_work_that_fails_ends_the_reading() -> None:
-    reader = rates.Reader(gib=1)
+def test_other_work_that_fails_ends_what_is_beside_it() -> None:
+    steps: list[int] = []
+
+    def step() -> int:
+        steps.append(1)
+        return 1
 
     def work() -> int:
         raise RuntimeError("no copies")
 
     with pytest.raises(RuntimeError, match="no copies"):
-        reader.beside(work)
-    read = reader.read
+        rates.beside(step, work)
+    done = len(steps)
     time.sleep(0.2)
-    assert reader.read == read
+    assert len(steps) == done
 
 
-def test_a_window_counts_its_own_reading() -> None:
+def test_the_parts_of_the_memory_are_read_in_turns() -> None:
     reader = rates.Reader(gib=1)
-    reader.window(0.01)
-    assert reader.window(0.01) == reader.read - GIB
+    seen: list[int] = []
+
+    class Engine:
+        def read_gb_per_s(self, part: torch.Tensor) -> None:
+            seen.append(part.data_ptr() - reader._memory.data_ptr())
+
+    reader._engine = Engine()
+    read = [reader.read() for _ in range(2 * rates._PARTS)]
+    assert sum(read) == 2 * GIB
+    assert seen == 2 * [GIB // rates._PARTS * part for part in range(rates._PARTS)]
+
+
+def test_steps_are_done_for_as_long_as_is_asked() -> None:
+    steps: list[int] = []
+
+    def step() -> int:
+        steps.append(3)
+        return 3
+
+    began = time.perf_counter()
+    assert rates.during(step, 0.01) == sum(steps)
+    assert time.perf_counter() - began >= 0.01
+    assert rates.during(step, 0.0) == 3, "one at least"
 
 
 def test_the_measuring_process_has_the_cpus_that_it_is_given() -> None:
@@ -68,6 +96,7 @@ def test_the_engine_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     """Every expert has as many rows, and what is counted is all their products."""
     monkeypatch.setattr(rates, "_EXPERTS", 3)
     monkeypatch.setattr(rates, "_ROWS", 2)
+    monkeypatch.setattr(rates, "_SETS", 2)
     calls = []
     run = ExpertPlan.run
 
@@ -79,10 +108,11 @@ def test_the_engine_computes_what_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ExpertPlan, "run", noted)
     step = rates.Reader(gib=1).compute()
     assert not calls
-    assert step() == pytest.approx(6 * 2 * 3 * 2048 * 768 * 1e-12)  # 3 matrices, 2 for each number
-    ((x, ids),) = calls
-    assert x.shape == (6, 2048)
-    assert ids.flatten().bincount().tolist() == [2, 2, 2]
+    for _ in range(3):
+        assert step() == pytest.approx(6 * 2 * 3 * 2048 * 768 * 1e-12)  # 3 matrices, 2 a number
+    assert {x.shape for x, _ in calls} == {(6, 2048)}
+    counts = [ids.flatten().bincount(minlength=6).tolist() for _, ids in calls]
+    assert counts == [[2, 2, 2, 0, 0, 0], [0, 0, 0, 2, 2, 2], [2, 2, 2, 0, 0, 0]], "other experts"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

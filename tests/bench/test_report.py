@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import report, report_cpu
-from bench.common import Row, Run, append
+from bench.common import Row, Run, append, read
 
 RUN = Run("decode", "abc", "1234567", "2026-01-01", "h100", "a CPU", "0.26.0", "2.11.0")
 
@@ -104,8 +104,10 @@ def test_the_newest_stands_first_and_the_cpu_engine_last(tmp_path: Path) -> None
         row = run.row(contestant="cache", metric="load_s", unit="s", value=1.0)
         append(tmp_path / f"{name}.json", [row])
     append(tmp_path / "b.json", [row | {"date": "2026-01-03"} for row in cpu_rows()])
+    append(tmp_path / "c-2.json", read(tmp_path / "c.json"))
     page = report.sections(sorted(tmp_path.glob("*.json")))
-    assert [line[-2] for line in page.splitlines() if line.startswith("## ")] == list("cdab")
+    files = [line.rpartition(": ")[2] for line in page.splitlines() if line.startswith("## ")]
+    assert files == ["`c`", "`c-2`", "`d`", "`a`", "`b`"]
 
 
 def test_no_two_headings_are_the_same(tmp_path: Path) -> None:

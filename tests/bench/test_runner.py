@@ -58,6 +58,24 @@ def test_a_run_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
         assert time.monotonic() < session._ends - 15
 
 
+def test_a_turn_that_lasts_beyond_the_deadline_is_not_waited_for(tmp_path: Path) -> None:
+    """Else the run would end without saying what it has not measured."""
+
+    def run(name: str, seconds: float) -> Session:
+        session = Session.__new__(Session)
+        session.options = Namespace(turns=tmp_path, runs=2, timeout=0.0)
+        session.run = SimpleNamespace(run=name)
+        session._ends = time.monotonic() + seconds
+        return session
+
+    late = run("late", 0.3)
+    with run("first", 20).turn():
+        began = time.monotonic()
+        with late.turn():
+            assert time.monotonic() >= late._ends
+        assert time.monotonic() - began < 10
+
+
 def test_a_run_that_has_failed_is_not_waited_for(tmp_path: Path) -> None:
     def run(name: str) -> Session:
         session = Session.__new__(Session)
