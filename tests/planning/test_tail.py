@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_offload.planning import TailRates, TailWorth, experts_for_cpu
+from vllm_moe_offload.planning import CopiesAhead, TailRates, TailWorth, experts_for_cpu
 
 SECONDS = st.integers(0, 50)
 H100 = TailRates(copy=175e-6, cpu=112e-6, cpu_row=1.85e-6)
@@ -66,6 +66,30 @@ def test_one_disturbed_step_changes_nothing_where_the_part_saves_little() -> Non
         assert worth.has_part(512)
     worth.took(512, 50.0)
     assert not worth.has_part(512)
+
+
+@given(
+    took=st.lists(st.floats(0, 20), max_size=9),
+    missing=st.integers(0, 40),
+    copy=st.floats(0.25, 4),
+)
+def test_as_many_are_copied_ahead_as_keep_the_bus_busy(
+    took: list[float], missing: int, copy: float
+) -> None:
+    """Through the longest time until the rest came, of which each layer since leaves 9 tenths."""
+    ahead, longest = CopiesAhead(), None
+    for seconds in took:
+        ahead.took(512, seconds)
+        longest = seconds if longest is None else max(seconds, 0.9 * longest + 0.1 * seconds)
+    count = ahead.count(500, missing, copy)
+    if longest is None:
+        assert count == -(-missing // 3)
+    else:
+        assert count <= missing
+        assert count == missing or count * copy >= longest * (1 - 1e-9)
+        assert count >= min(missing, 1)
+        assert count <= 1 or (count - 1) * copy <= longest * (1 + 1e-9)
+    assert ahead.count(8192, missing, copy) == -(-missing // 3), "nothing is known of its size"
 
 
 def test_other_sizes_and_another_cpu_scale_what_an_expert_takes() -> None:

@@ -15,10 +15,16 @@ from vllm_moe_offload.planning.stream import (
     stream_experts,
     stream_threshold,
 )
-from vllm_moe_offload.planning.tail import TailRates, TailWorth, experts_for_cpu
+from vllm_moe_offload.planning.tail import (
+    CopiesAhead,
+    TailRates,
+    TailWorth,
+    experts_for_cpu,
+)
 
 __all__ = [
     "LEAST_SECONDS",
+    "CopiesAhead",
     "LaneRates",
     "LaneUse",
     "LayerShape",

@@ -14,6 +14,12 @@ import numpy.typing as npt
 _AGAIN_FIRST, _AGAIN_LAST = 2, 32
 # The shares of the last two steps of a size, before there were any: the part pays.
 _BELIEVED = (0.6, 0.6)
+# One of so many missing experts is copied before the routing is known, until it has been seen how
+# long that takes: a third of section 1's layer keeps the bus busy for 6 ms, in which the layer
+# before is computed and this one's routing is read.
+_AHEAD = 3
+# What is left, a layer later, of the time by which one had to wait longer for its routing.
+_LASTS = 0.9
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,34 @@ class TailWorth:
         """A step with it took `share` of what copying every expert would have taken."""
         belief = self._beliefs[_size(rows)]
         belief.shares = belief.shares[1], share
+
+
+class CopiesAhead:
+    """How many of a layer's missing experts are copied before it is known what it is routed to.
+
+    As many as keep the bus busy until those come that the routing has chosen. A bus that waits
+    loses what it waits; of copies that are too many the CPU only has less to choose from. So it is
+    the longest time that counts, for a while. Steps of similar sizes have it in common: the more
+    rows, the later a routing is known.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def count(self, rows: int, missing: int, copy: float) -> int:
+        """Of so many `missing` experts of a step of `rows`, each copied in `copy` seconds.
+
+        One at least, if any is missing: a layer passes in one wave or more.
+        """
+        seconds = self._seconds.get(_size(rows))
+        ahead = missing / _AHEAD if seconds is None else seconds / copy
+        return min(max(math.ceil(ahead), 1), missing)
+
+    def took(self, rows: int, seconds: float) -> None:
+        """So long after the first of them those came that the routing has chosen."""
+        size = _size(rows)
+        longer = max(self._seconds.get(size, seconds) - seconds, 0.0)
+        self._seconds[size] = seconds + _LASTS * longer
 
 
 @dataclass

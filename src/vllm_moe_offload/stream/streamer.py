@@ -54,12 +54,6 @@ if TYPE_CHECKING:
 # Entries of int32 that a map's memory is a multiple of: each starts as one of its own would.
 _ALIGNMENT = 64
 
-# With a CPU lane, one of so many missing experts is copied before the routing is known, if both
-# buffers hold that many. A CPU that reads 95 GB/s beside a bus of 54 leaves the bus a third, and a
-# third of section 1's layer keeps the bus busy for 6 ms, in which the layer before is computed and
-# this one's routing is read.
-_AHEAD = 3
-
 
 class LayerStreamer:
     """Moves the layers of a model through two buffers, in the order in which they were added.
@@ -93,9 +87,11 @@ class LayerStreamer:
         # Of each layer: int32 [E + 1], expert -> slot or -1, on the device and on the host.
         self._slot_maps: Sequence[torch.Tensor] = ()
         self._slot_of: Sequence[npt.NDArray[np.int32]] = ()
-        # Whether the step has a part of the CPU's.
-        self._has_tail = False
-        # From when copies ahead of the routing are under way until that is about to be read.
+        # The CPU's part of the step; None: it has none.
+        self._tail: CpuTail | None = None
+        # How many experts of the layer that comes next are copied ahead of its routing.
+        self._num_ahead = 0
+        # From when these copies are under way until the routing is about to be read.
         self._ahead = copies.stopwatch()
         self._is_timed = False
         # The layer that the step goes on with; None between steps.
@@ -150,7 +146,7 @@ class LayerStreamer:
         Waits for the device where it has to be read which experts are in slots.
         """
         self._read_tables()
-        self._has_tail = self.tail is not None and self.tail.begin(rows)
+        self._tail = self.tail if self.tail is not None and self.tail.begin(rows) else None
         for marks in self._marks:
             marks.free.record()
         self._next, self._is_left = None, True
@@ -187,15 +183,17 @@ class LayerStreamer:
         following = None if is_last else self._layers[layer.number + 1]
         # Set again at the end: after an error the step does not go on.
         self._next, self._is_left = None, True
-        ahead, rest = self._parts(layer)
-        on_cpu = rest[:0]
-        tail = self.tail if self._has_tail else None
+        missing = self._missing(layer)
+        ahead, rest = missing[: self._num_ahead], missing[self._num_ahead :]
+        on_cpu, seconds = rest[:0], 0.0
+        tail = self._tail
         if tail is not None:
             self._ahead.stop()
             step = tail.read(x, topk_weights, topk_ids)
+            seconds = self._seconds_ahead()
             rest, on_cpu = tail.choose(
                 *(step, rest, layer.num_experts, layer.expert_bytes),
-                *(len(ahead), self._seconds_ahead()),
+                *(len(ahead), seconds),
             )
             if len(on_cpu):
                 tail.start(layer.name, layer.cpu, step, _map_of(on_cpu, layer.num_experts))
@@ -204,6 +202,8 @@ class LayerStreamer:
         copies = self._copying(layer, waves, len(ahead), on_cpu, following)
         next(copies, None)
         next(copies, None)
+        if tail is not None and len(ahead):
+            tail.went_on(seconds)
         out = None if layer.is_whole else self._over_slots(layer, given)
         num_computed = len(waves) + (out is not None)
         for wave in waves:
@@ -261,10 +261,13 @@ class LayerStreamer:
 
     def _starting(self, layer: StreamedLayer, turn: int) -> Iterator[None]:
         """Enqueue the first copies of this layer, those into one buffer with each `next`."""
-        ahead, _ = self._parts(layer)
-        watch = self._ahead if self._has_tail else None
-        self._is_timed = watch is not None and len(ahead) > 0
-        for wave in plan_waves(ahead, layer.size, layer.num_experts):
+        missing = self._missing(layer)
+        ahead, watch = len(missing), None
+        if self._tail is not None:
+            ahead, watch = self._tail.ahead(ahead, layer.expert_bytes), self._ahead
+        self._num_ahead = min(ahead, 2 * layer.size)
+        self._is_timed = watch is not None and self._num_ahead > 0
+        for wave in plan_waves(missing[: self._num_ahead], layer.size, layer.num_experts):
             self._copy(layer, turn, wave, watch=watch)
             turn, watch = 1 - turn, None
             yield
@@ -275,12 +278,9 @@ class LayerStreamer:
             return 0.0
         return max(self._ahead.seconds(), 0.0)
 
-    def _parts(self, layer: StreamedLayer) -> tuple[Experts, Experts]:
-        """The experts that are in no slot: those copied ahead of the routing, and the rest."""
-        missing = np.flatnonzero(self._slot_of[layer.number] < 0)
-        ahead = -(-len(missing) // _AHEAD) if self._has_tail else len(missing)
-        ahead = min(ahead, 2 * layer.size)
-        return missing[:ahead], missing[ahead:]
+    def _missing(self, layer: StreamedLayer) -> Experts:
+        """The experts that are in no slot."""
+        return np.flatnonzero(self._slot_of[layer.number] < 0)
 
     def _copy(
         self,

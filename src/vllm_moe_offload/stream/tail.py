@@ -17,6 +17,7 @@ from vllm_moe_offload.device.streams import shared_zeros, wait_for_word
 from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.planning import (
     LEAST_SECONDS,
+    CopiesAhead,
     TailRates,
     TailWorth,
     corrected_level,
@@ -70,8 +71,9 @@ class CpuTail:
 
     Args:
         rates: What an expert takes of each lane.
-        corrects: Whether the CPU's rate follows what its computations take, and a step of a size
-            for which copying every expert has shown to be quicker is without the CPU.
+        corrects: Whether the CPU's rate follows what its computations take, how much is copied
+            before a routing is known follows how late that is, and a step of a size for which
+            copying every expert has shown to be quicker is without the CPU.
         expert_bytes: Of an expert that takes so long; others take as many times that as they have
             bytes. None: they are all alike.
     """
@@ -86,7 +88,7 @@ class CpuTail:
         self._measured = self._rates = rates
         self._expert_bytes = expert_bytes
         self._corrects = corrects
-        self._worth = TailWorth()
+        self._worth, self._copies_ahead = TailWorth(), CopiesAhead()
         # Of the step under way: its rows; what its last layer lacked, in experts of those bytes;
         # when the routing of that was read; the seconds from each reading to the next, and what
         # copying those layers' experts would have taken.
@@ -126,6 +128,21 @@ class CpuTail:
         self._rows, self._read_at = rows, None
         self._passed = self._by_copies = 0.0
         return not self._corrects or self._worth.has_part(rows)
+
+    def ahead(self, missing: int, expert_bytes: int) -> int:
+        """Of so many missing experts of the step's next layer, how many its routing is not for."""
+        copy = self._measured.of(self._relative(expert_bytes)).copy
+        return self._copies_ahead.count(self._rows, missing, copy)
+
+    def went_on(self, seconds: float) -> None:
+        """The copies that a layer's routing has chosen are enqueued, of which some went ahead.
+
+        seconds: as `choose` was told.
+        """
+        assert self._read_at is not None, "read comes first"
+        if self._corrects:
+            host = time.perf_counter() - self._read_at
+            self._copies_ahead.took(self._rows, seconds + host)
 
     def read(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> OnHost:
         """Waits for ids and weights, and for what comes before them; raises as `finish`."""
@@ -167,7 +184,7 @@ class CpuTail:
 
         ahead: how many are being copied already, and `seconds` since when.
         """
-        size = expert_bytes / (self._expert_bytes or expert_bytes)
+        size = self._relative(expert_bytes)
         rates = self._rates.of(size)
         self._missing = size * (ahead + len(pending))
         rows = np.bincount(step.topk_ids.numpy().ravel(), minlength=num_experts)[pending]
@@ -255,6 +272,10 @@ class CpuTail:
         """A CPU that is given nothing shows nothing: it is believed a little more each time."""
         self._level **= _FORGET
         self._rates = self._measured.with_cpu(self._level)
+
+    def _relative(self, expert_bytes: int) -> float:
+        """How many times as large as what the rates are of such an expert is."""
+        return expert_bytes / (self._expert_bytes or expert_bytes)
 
     def _copied(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cuda:
