@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +166,18 @@ class Process:
     def is_running(self) -> bool:
         """Whether it has not ended."""
         return self._process.poll() is None
+
+    def runs_until(self, has_come: Callable[[], bool], until: float) -> bool:
+        """Wait until something has come or it has ended; whether it was not ended for that.
+
+        until: by `time.monotonic`, when it is.
+        """
+        while self.is_running and not has_come():
+            if time.monotonic() > until:
+                self.end()
+                return False
+            time.sleep(0.05)
+        return True
 
     def wait(self, seconds: float) -> str | None:
         """Wait for its end, which comes then at the latest; what went wrong, if anything.
@@ -393,11 +405,8 @@ class Session:
         process.tell("go")
         began = time.monotonic()
         until = min(began + self.options.timeout, self._ends)
-        while process.is_running and attempt.turns == done:
-            if time.monotonic() > until:
-                process.end()
-                attempt.note = f"stopped after {time.monotonic() - began:.0f} s"
-            time.sleep(0.05)
+        if not process.runs_until(lambda: attempt.turns > done, until):
+            attempt.note = f"stopped after {time.monotonic() - began:.0f} s"
 
     def figures(self, name: str, cells: list[Cell], engine: dict[str, Any]) -> list[Row]:
         """The rows of one engine; a cell that was not reached is a row that says why."""
@@ -442,11 +451,9 @@ class Session:
         """Return when every engine is up, has ended, or has taken too long."""
         until = min(time.monotonic() + self.options.timeout, self._ends)
         for attempt in attempts:
-            while attempt.process and attempt.process.is_running and not attempt.has_started:
-                if time.monotonic() > until:
-                    attempt.process.end()
-                    attempt.note = f"not started after {self.options.timeout:.0f} s"
-                time.sleep(0.05)
+            process = attempt.process
+            if process and not process.runs_until(lambda a=attempt: a.has_started, until):
+                attempt.note = f"not started after {self.options.timeout:.0f} s"
 
     def _finish(self, attempt: Attempt) -> list[Row]:
         """Wait for an engine's end: its rows, those of what was not measured too."""

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -379,9 +380,11 @@ Doorbell::Doorbell(std::shared_ptr<Engine> engine, std::byte* board, int64_t mai
     throw std::invalid_argument("the board's address is not a multiple of " +
                                 std::to_string(kBoardAlign) + ": allocate it aligned");
   }
-  for (const double seconds : {settings.timeout_s, settings.idle_s}) {
+  for (const auto& [name, seconds] :
+       {std::pair{"timeout", settings.timeout_s}, std::pair{"idle", settings.idle_s}}) {
     if (seconds >= kLeastSeconds && seconds <= kMostSeconds) continue;
-    throw std::invalid_argument("timeout and idle of a doorbell must be from 0.001 to " +
+    throw std::invalid_argument("a doorbell's " + std::string(name) + " of " +
+                                std::to_string(seconds) + " s was asked for: give 0.001 to " +
                                 std::to_string(kMostSeconds) + " s");
   }
   service_ = std::make_shared<Service>(engine_, board, mailboxes, settings);

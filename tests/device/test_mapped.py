@@ -145,12 +145,13 @@ def test_more_than_there_is_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         create_cpu_mapped_tensor((1 << 21,), torch.uint8)
 
 
-def test_far_more_than_there_is_is_refused() -> None:
+@pytest.mark.parametrize("gib", [2**20, 2**50], ids=["much", "a number beyond the system"])
+def test_far_more_than_there_is_is_refused(gib: int) -> None:
     with pytest.raises(
         MemoryShortError,
-        match=r"(need 1048576\.00 GiB|1048576\.00 GiB of host memory cannot be mapped).*: free mem",
+        match=rf"(need {gib}\.00 GiB|{gib}\.00 GiB of host memory cannot be mapped).*: free mem",
     ):
-        create_cpu_mapped_tensor((1 << 50,), torch.uint8)
+        create_cpu_mapped_tensor((gib, 1 << 30), torch.uint8)
 
 
 def test_a_negative_size_is_refused() -> None:

@@ -404,8 +404,13 @@ def test_refusals(engine: CpuExpertEngine, generator: torch.Generator) -> None:
     with pytest.raises(ValueError, match="multiple of 64"):
         size = Doorbell.board_bytes(1)
         engine.doorbell(torch.cat((board, board))[4:][:size], 1)
-    with pytest.raises(ValueError, match=r"from 0\.001 to 3600"):
-        engine.doorbell(board, 1, timeout=0)
+    for name in ("timeout", "idle"):
+        with pytest.raises(
+            ValueError, match=rf"{name} of 4000\..* asked for: give 0\.001 to 3600 s"
+        ):
+            engine.doorbell(board, 1, **{name: 4000})
+        with pytest.raises(ValueError, match=rf"{name} of 0\.0"):
+            engine.doorbell(board, 1, **{name: 0})
 
     doorbell = engine.doorbell(board, 1)
     spec = SPECS[0]

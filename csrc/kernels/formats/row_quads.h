@@ -203,6 +203,10 @@ struct RowQuads : F {
       if constexpr (kHighFits && !kRest) return start(t, 1);
       return _mm512_setzero_si512();
     };
+    const auto whole = [](__m512i of_high, __m512i of_low) {
+      if constexpr (kRest) return of_low;
+      return add_high(of_high, of_low);
+    };
 #pragma GCC unroll 4
     for (int pair = 0; pair < 2 * kLines; ++pair) {
       __m512i vectors[2][2];
@@ -240,10 +244,6 @@ struct RowQuads : F {
             const V::F scale = _mm512_broadcast_f32x4(_mm_loadu_ps(x[t]->scale[part]));
 #pragma GCC unroll 2
             for (int q = 0; q < 2; ++q) {
-              const auto whole = [&](__m512i of_high, __m512i of_low) {
-                if constexpr (kRest) return of_low;
-                return add_high(of_high, of_low);
-              };
               V::F value = _mm512_cvtepi32_ps(whole(high[t][q], low[t][q]));
               if constexpr (Case::kHasZeros) {
                 value = V::fma(_mm512_cvtepi32_ps(whole(high_start(t), start(t, part))),

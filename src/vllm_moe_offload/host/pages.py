@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import math
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,8 +49,10 @@ def map_pages(nbytes: int) -> Pages:
     """A private anonymous mapping of `nbytes`, huge pages advised, no page touched yet.
 
     A forked child does not have it: it could only copy gigabytes, and pages that a device reads
-    must stay where they are.
+    must stay where they are. Raises OSError where there is not as much to be mapped.
     """
+    if nbytes > sys.maxsize:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     # Private, because shared memory gets huge pages on few systems.
     block = Pages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block.madvise(mmap.MADV_DONTFORK)
