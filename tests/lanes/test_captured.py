@@ -7,8 +7,9 @@ engine as the resident lane and as the CPU lane that answers the doorbell.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from tests.device.kernels import INTERPRETED, run_interpreted
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
+from tests.lanes.interrupted import Interrupted, interrupt
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -195,6 +197,66 @@ def test_an_expert_that_the_cpu_computes_is_in_a_slot_for_the_next_step() -> Non
         assert (done.misses, done.cpu_experts, done.promoted) == (6, 6, 3)
         assert done.bytes_fetched == 3 * layer.fetch.expert_bytes
         assert cpu.stats()["layer"].requests == 3
+
+
+def is_right_after_an_interruption(number: int, patch: pytest.MonkeyPatch) -> bool:
+    """Interrupt a step at its call of this number; returns whether it has one."""
+    generator = torch.Generator().manual_seed(number)
+    spec = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
+    host = random_shard(spec, 9, generator)
+    everyone = torch.cat((torch.arange(9, dtype=torch.int32), torch.tensor([-1]).int()))
+
+    def allocate(count: int) -> dict[str, torch.Tensor]:
+        empty = spec.layout.empty(count)
+        return {name: tensor.fill_(float("nan")) for name, tensor in empty.items()}
+
+    def lane(of: dict[str, torch.Tensor]) -> EngineLane:
+        return EngineLane(engine, spec, of, TOP_K, MOST)
+
+    def capture(slots: dict[str, torch.Tensor], resident: EngineLane) -> CapturedLayer:
+        side = SideStream(CPU)
+        return CapturedLayer(host, slots, resident, side, request, policy="lru", top_k=TOP_K)
+
+    def step(*ids: list[int]) -> None:
+        x = torch.randn((len(ids), spec.hidden), generator=generator)
+        weights = torch.rand((len(ids), TOP_K), generator=generator)
+        routed = torch.tensor(ids).int()
+        got = layer.forward(x, weights, routed)
+        expected = oracle.experts(spec, host, x, routed, weights, everyone)
+        assert oracle.relative_error(got, expected) <= tolerance(spec), number
+
+    with CpuExpertEngine(threads=1) as engine:
+        cpu = CpuLane(engine, max_layers=1, max_tokens=MOST, device=CPU)
+        request = cpu.add("layer", engine.plan(spec, host, max_tokens=MOST, top_k=TOP_K))
+        layer = OffloadedLayer(
+            *(host, HostDevice(), allocate, lane, lane(host)),
+            **dict(num_slots=4, policy="lru", capture=capture),
+        )
+        captured = layer.captured
+        captured.split(np.arange(10) // 2, np.arange(10) // 3)
+        step([0, 1, 2], [1, 2, 3])
+        calls = [
+            *((request, name) for name in ("submit", "wait", "join")),
+            *((captured.step, "launch"), (captured.fetch, "launch")),
+            *((layer._slots.resident, name) for name in ("compute", "output")),
+        ]
+        with patch.context() as here:
+            has_come = interrupt(here, calls, number)
+            with suppress(Interrupted):
+                step([4, 5, 6], [6, 7, 8])
+        for ids in ([4, 5, 6], [0, 7, 8], [0, 1, 2], [4, 5, 6]):
+            step(ids, [6, 5, 4])
+        cpu.close()
+    return has_come()
+
+
+@interpreted
+def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the asking of the CPU and the taking of its answer too."""
+    calls = next(n for n in count() if not is_right_after_an_interruption(n, monkeypatch))
+    assert calls > 12
 
 
 @interpreted

@@ -6,6 +6,7 @@ is the lane over the slots, which are ordinary memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from tests.device.kernels import INTERPRETED, run_interpreted
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
+from tests.lanes.interrupted import Interrupted, interrupt
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -240,6 +242,35 @@ def test_emptying_the_slots_keeps_what_the_policy_saw(engine: CpuExpertEngine) -
     assert int(step.step) == 5 and torch.equal(step.value, before) and before.any()
     assert (step.slot_of < 0).all()
     case.step(3)
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [2, MOST], ids=["the device", "the host"])
+def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
+    rows: int, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that the device has decided on, or the host, to which it lends the state."""
+    number, reached = 0, True
+    while reached:
+        case = Case(engine, 9, 4, "lru", seed=number)
+        case.step(3)
+        slots = case.layer._slots
+        step = slots.captured.step
+        calls = [
+            *((step, name) for name in ("launch", "read_into", "take_over")),
+            *((slots.cache, name) for name in ("fetch", "publish", "release")),
+            (slots.captured.fetch, "launch"),
+            *((slots.resident, name) for name in ("compute", "output")),
+        ]
+        with monkeypatch.context() as patch:
+            has_come = interrupt(patch, calls, number)
+            with contextlib.suppress(Interrupted):
+                case.step(rows)
+            reached = has_come()
+        for each in (rows, 2, 5, MOST):
+            case.step(each)
+        number += 1
+    assert number > 6
 
 
 @interpreted

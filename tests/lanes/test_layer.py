@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
+from tests.lanes.interrupted import Interrupted, interrupt
 from vllm_moe_offload.device import HostDevice, SlotCache
 from vllm_moe_offload.device.host import HostSlotCache
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -285,6 +287,30 @@ def test_the_device_is_called_in_the_order_it_is_promised_and_copies_each_miss_o
     assert spy.calls == ["fetch", "publish", "release"] * layer.counters.waves
     assert spy.copied == layer.counters.misses
     assert spy.copied * layer.layout.nbytes == layer.counters.bytes_fetched
+
+
+@pytest.mark.parametrize("num_slots", [2, 4, 6])
+def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
+    num_slots: int, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, number, reached = Case(engine), 0, True
+    first, then = torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([[4, 5, 2], [4, 5, 3]])
+    while reached:
+        layer = case.layer(num_slots, "lru")
+        case.check(layer, case.x(2), first)
+        layer.invalidate()  # with all in slots they are filled by the next step
+        slots = layer._slots
+        steps = [(slots.cache, name) for name in ("fetch", "publish", "release")]
+        with monkeypatch.context() as patch:
+            calls = [*steps, (slots.resident, "compute"), (slots.resident, "output")]
+            has_come = interrupt(patch, calls, number)
+            with contextlib.suppress(Interrupted):
+                case.check(layer, case.x(2), then)
+            reached = has_come()
+        for ids in (then, first, then):
+            case.check(layer, case.x(2), ids)
+        number += 1
+    assert number > 4
 
 
 def test_new_weights_in_host_memory_are_used_after_invalidate(engine: CpuExpertEngine) -> None:

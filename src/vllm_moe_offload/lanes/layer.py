@@ -274,9 +274,10 @@ class OffloadedLayer:
         self._residency.invalidate()
         slots.is_filled = False
         if slots.captured is not None:
+            slots.captured.step.take_over(self._residency)
             if self.num_slots == self.num_experts:
                 self._fill(slots)
-            slots.captured.step.take_over(self._residency)
+                slots.captured.step.take_over(self._residency)
 
     def forward(
         self,
@@ -313,7 +314,11 @@ class OffloadedLayer:
             return self._all_resident(self._slots, x, weights, routed, ids)
         if self.captured is not None and len(x) <= MAX_CAPTURED:
             self._leave_stream()
-            return self.captured.forward(x, weights, ids)
+            try:
+                return self.captured.forward(x, weights, ids)
+            except BaseException:
+                self._forget_slots()
+                raise
         if self._is_in_graph and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"a CUDA graph is captured for {len(x)} rows, but a step of an offloaded layer "
@@ -322,7 +327,19 @@ class OffloadedLayer:
         if self._streamed is not None and self._streamed.takes(len(x)):
             return self._through_buffers(self._streamed, x, weights, routed, ids, padding, requests)
         self._leave_stream()
-        return self._planned(self._slots, x, weights, ids, requests)
+        try:
+            return self._planned(self._slots, x, weights, ids, requests)
+        except BaseException:
+            self._forget_slots()
+            raise
+
+    def _forget_slots(self) -> None:
+        """An error has ended a step: the tables may say of slots what is not copied to them.
+
+        What was being captured has changed nothing.
+        """
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self.invalidate()
 
     def _leave_stream(self) -> None:
         """What is in slots changes now, which copies for this layer do not know of."""
@@ -373,9 +390,8 @@ class OffloadedLayer:
         try:
             done = streamed.output(x, weights, routed, ids, keep)
         except BaseException:
-            # The tables may say of slots what has not been copied to them.
             if keep is not None:
-                self.invalidate()
+                self._forget_slots()
             raise
         tokens = len(x) if padding is None else (~padding).sum()
         for counted, more in zip(self._passed, (1, tokens, done.copied, done.waves), strict=True):
