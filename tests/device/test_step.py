@@ -239,6 +239,25 @@ def test_a_step_counter_that_wraps_around_misroutes_nothing() -> None:
 
 
 @marked
+@pytest.mark.parametrize("policy", ["lfru", "lru"])
+def test_what_was_used_millions_of_steps_ago_is_older_than_what_was_used_since(policy: str) -> None:
+    """Ages are counted up to 2^23; from there on the lower number goes first."""
+    layer = a_layer(policy=policy, num_slots=3, num_waves=1)
+    most, now = 2**23 - 1, 2**25
+    state = Residency(6, 3, policy)
+    for slot, expert in enumerate((5, 4, 3)):
+        state.table.place(expert, slot)
+    state.policy.step = now
+    state.policy.last_used[3:] = now - 10, now - most - 50, now - most - 100
+    device = device_step(layer)
+    device.take_over(state)
+    ids = torch.zeros((1, layer.top_k), dtype=torch.int32, device=DEVICE)
+    for expert, in_slots in ((0, {0, 3, 5}), (1, {0, 1, 3}), (2, {0, 1, 2})):
+        device.launch(ids.fill_(expert), torch.ones(ids.shape, device=DEVICE))
+        assert set(device.read_table().expert_of.tolist()) == in_slots
+
+
+@marked
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_host_plans_a_step_in_between(policy: str) -> None:
     """A step that is too large to capture is planned by the host, from where the device is."""

@@ -33,7 +33,7 @@ from vllm_moe_offload.lanes import (
     EngineLane,
     OffloadedLayer,
 )
-from vllm_moe_offload.routing import POLICIES
+from vllm_moe_offload.routing import POLICIES, waves_needed
 
 CPU = torch.device("cpu")
 TOP_K, MOST = 3, 5
@@ -257,6 +257,26 @@ def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
     """Between the asking of the CPU and the taking of its answer too."""
     calls = next(n for n in count() if not is_right_after_an_interruption(n, monkeypatch))
     assert calls > 12
+
+
+@interpreted
+def test_another_split_has_as_many_waves_as_it_takes() -> None:
+    spec = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
+    host = random_shard(spec, 9, torch.Generator().manual_seed(0))
+    slots, every = spec.layout.empty(4), np.arange(10)
+    with CpuExpertEngine(threads=1) as engine:
+        cpu = CpuLane(engine, max_layers=1, max_tokens=MOST, device=CPU)
+        request = cpu.add("layer", engine.plan(spec, host, max_tokens=MOST, top_k=TOP_K))
+        resident = EngineLane(engine, spec, slots, TOP_K, MOST)
+        side = SideStream(CPU)
+        layer = CapturedLayer(host, slots, resident, side, request, policy="lru", top_k=TOP_K)
+        waves = set()
+        for limits in (every // 5, every, np.minimum(every, 6), np.minimum(every, 1)):
+            layer.split(limits)
+            waves.add(layer.num_waves(3))
+            assert layer.num_waves(3) == waves_needed(limits, 3 * TOP_K, 4, "lru")
+        assert len(waves) > 1
+        cpu.close()
 
 
 @interpreted
