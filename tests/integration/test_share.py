@@ -269,6 +269,25 @@ def test_the_split_is_corrected_by_what_the_lanes_did(
         assert layers["b"].limits is layers["a"].limits, "one table for all layers of a size"
 
 
+def test_a_lane_that_got_nothing_is_tried_in_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while; measured again, after another."""
+    slow, meter = RATES.scaled(1.0, 1 / 100), Meter()
+    monkeypatch.setattr(module, "measure_rates", lambda *a: slow)
+    monkeypatch.setattr(module, "LaneMeter", lambda *a: meter)
+    meter.use = LaneUse(fetched=50e9, fetch_seconds=1.0)
+    with CpuExpertEngine(threads=1) as engine:
+        share = made(engine, mode="hybrid")
+        layer = Layer(4, 8, 10)
+        for _ in range(2):
+            share.measure({"a": layer}, {"a": SimpleNamespace(plan=None)})  # type: ignore[arg-type]
+            until = next(n for n in range(99) if share.correct() or share.corrections)
+            assert 8 < until < 32
+        for _ in range(16):
+            share.correct()
+        assert share.rates_now.cpu > 4 * slow.cpu
+        share.close()
+
+
 def test_a_limit_on_the_experts_fetched_is_kept() -> None:
     with CpuExpertEngine(threads=1) as engine:
         share = made(engine, mode="hybrid", update_expert_num=2)

@@ -7,25 +7,23 @@ what a split by other rates costs.
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_moe_offload.planning import LaneRates, LaneUse, correct_rates, fetch_limits
+from vllm_moe_offload.planning import (
+    LaneRates,
+    LaneTrials,
+    LaneUse,
+    correct_rates,
+    fetch_limits,
+)
 
 EXPERTS = 32
 H200 = LaneRates(fetch=51.0, cpu=90.0, fetch_beside_cpu=46.0, cpu_beside_fetch=84.0)
-
-
-def scaled(rates: LaneRates, bus: float, cpu: float) -> LaneRates:
-    return LaneRates(
-        rates.fetch * bus,
-        rates.cpu * cpu,
-        rates.fetch_beside_cpu * bus,
-        rates.cpu_beside_fetch * cpu,
-    )
 
 
 def serve(true: LaneRates, limits: np.ndarray, misses: np.ndarray) -> tuple[float, LaneUse]:
@@ -54,7 +52,7 @@ def drawn(rng: np.random.Generator, mean: float) -> np.ndarray:
 def test_a_split_by_wrong_rates_becomes_the_machines(
     bus: float, cpu: float, mean: float, seed: int
 ) -> None:
-    rng, true, rates = np.random.default_rng(seed), scaled(H200, bus, cpu), H200
+    rng, true, rates = np.random.default_rng(seed), H200.scaled(bus, cpu), H200
     for _ in range(12):
         _, use = serve(true, fetch_limits(rates, EXPERTS), drawn(rng, mean))
         rates = correct_rates(rates, H200, use)
@@ -82,7 +80,7 @@ def test_noise_costs_next_to_nothing(mean: float, seed: int) -> None:
     """Each window's lanes a fifth faster or slower than they are on average."""
     rng, rates, taken, best = np.random.default_rng(seed), H200, 0.0, 0.0
     for _ in range(40):
-        true = scaled(H200, *np.exp(rng.uniform(-0.2, 0.2, 2)))
+        true = H200.scaled(*np.exp(rng.uniform(-0.2, 0.2, 2)))
         misses = drawn(rng, mean)
         seconds, use = serve(true, fetch_limits(rates, EXPERTS), misses)
         taken += seconds
@@ -146,14 +144,14 @@ def test_one_reading_that_is_far_off_is_forgotten(lane: str, mean: float) -> Non
 @pytest.mark.parametrize("mean", [1.0, 2.0])
 def test_a_lane_that_got_nothing_is_tried_again(mean: float) -> None:
     """What it was slow for is over, and by its rates nothing would ever be left to it."""
-    rng, rates = np.random.default_rng(1), scaled(H200, 1.0, 1 / 16)
+    rng, rates = np.random.default_rng(1), H200.scaled(1.0, 1 / 16)
     assert fetch_limits(rates, 6).tolist() == list(range(7))
     for _ in range(40):
         _, use = serve(H200, fetch_limits(rates, EXPERTS), drawn(rng, mean))
         rates = correct_rates(rates, H200, use)
     assert rates.cpu >= H200.cpu / 1.2
     # Where neither did anything nothing is known.
-    idle = scaled(H200, 1.0, 1 / 16)
+    idle = H200.scaled(1.0, 1 / 16)
     assert astuple(correct_rates(idle, H200, LaneUse())) == pytest.approx(astuple(idle))
 
 
@@ -162,3 +160,80 @@ def test_no_lane_leaves_what_was_measured_by_more_than_16() -> None:
     for _ in range(20):
         rates = correct_rates(rates, H200, LaneUse(1.0, 5.0, 5000.0, 0.1))
     assert (rates.fetch, rates.cpu) == (H200.fetch / 16, H200.cpu * 16)
+
+
+def served(true: LaneRates, measured: LaneRates, mean: float, readings: int) -> list[float]:
+    """How many times as long as at best the steps of each reading take, of up to 8 misses."""
+    rng, rates, trials, times = np.random.default_rng(0), measured, LaneTrials(), []
+    for _ in range(readings):
+        misses = np.minimum(drawn(rng, mean), 8)
+        took, use = serve(true, fetch_limits(rates, 8), misses)
+        times.append(took / serve(true, fetch_limits(true, 8), misses)[0])
+        rates = trials.correct(rates, measured, use)
+    return times
+
+
+@pytest.mark.parametrize("lane", ["bus", "cpu"])
+@pytest.mark.parametrize("slower", [4, 8, 10, 16])
+@pytest.mark.parametrize("mean", [1.0, 2.0, 6.0])
+def test_a_lane_that_was_measured_too_slow_to_get_anything_shows_what_it_does(
+    lane: str, slower: float, mean: float
+) -> None:
+    measured = H200.scaled(**{"bus": 1.0, "cpu": 1.0} | {lane: 1 / slower})
+    times = served(H200, measured, mean, 100)
+    assert max(times[60:]) < 1.1
+    assert slower < 10 or fetch_limits(measured, 2)[1:].tolist() in ([1, 2], [0, 0])
+
+
+@pytest.mark.parametrize("slower", [4, 16, 40])
+@pytest.mark.parametrize("mean", [1.0, 2.0, 6.0])
+def test_trying_a_lane_that_is_slow_costs_next_to_nothing(slower: float, mean: float) -> None:
+    slow = H200.scaled(1.0, 1 / slower)
+    times = served(slow, slow, mean, 2000)
+    assert np.mean(times[:60]) < 1.02
+    assert np.mean(times) < 1.005
+
+
+def test_a_lane_is_tried_less_often_the_more_often_it_did_not_pay() -> None:
+    """It has something to do from twice its rate on, and shows then that it is as measured."""
+    measured, trials = H200.scaled(1.0, 1 / 40), LaneTrials()
+    rates, tried = measured, []
+    for reading in range(3000):
+        is_used = rates.cpu >= 2 * measured.cpu
+        if is_used:
+            tried.append(reading)
+        computed = rates.cpu * 0.5 if is_used else 0.0
+        use = LaneUse(50.0, 1.0, computed, computed / measured.cpu)
+        before, rates = rates, trials.correct(rates, measured, use)
+        assert is_used or rates.cpu <= before.cpu * 1.11
+    waits = np.diff([at for at in tried if at - 1 not in tried])
+    assert tried[0] < 30
+    assert len(waits) >= 5
+    assert all(later >= 1.4 * sooner or later > 500 for sooner, later in pairwise(waits))
+    assert not any(trials.correct(measured, measured, LaneUse()) != measured for _ in range(99))
+
+
+def test_no_trial_believes_more_than_16_times_what_was_measured() -> None:
+    trials, rates, levels = LaneTrials(), H200, []
+    for _ in range(100):
+        rates = trials.correct(rates, H200, LaneUse(fetched=51.0, fetch_seconds=1.0))
+        levels.append(rates.cpu / H200.cpu)
+    highest = levels.index(max(levels))
+    assert levels[highest] == pytest.approx(16.0)
+    assert levels[highest + 1] == levels[0] == 1.0, "it got nothing by that either"
+
+
+def test_what_a_trial_has_shown_is_kept() -> None:
+    """Also while there is nothing to do for the lane again, as by steps of a single miss."""
+    trials, rates, measured = LaneTrials(), H200.scaled(1.0, 1 / 4), H200.scaled(1.0, 1 / 4)
+    alone = LaneUse(fetched=51.0, fetch_seconds=1.0)
+    shown = replace(alone, computed=H200.cpu_beside_fetch, cpu_seconds=1.0)
+    for _ in range(20):
+        rates = trials.correct(rates, measured, alone)
+    for _ in range(10):
+        rates = trials.correct(rates, measured, shown)
+    learned = rates.cpu / measured.cpu
+    assert learned == pytest.approx(4.0, rel=0.2)
+    for _ in range(400):
+        rates = trials.correct(rates, measured, alone)
+        assert rates.cpu >= learned * measured.cpu * (1 - 1e-9)

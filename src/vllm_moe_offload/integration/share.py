@@ -25,8 +25,8 @@ from vllm_moe_offload.lanes.meter import LaneMeter
 from vllm_moe_offload.lanes.rates import measure_rates
 from vllm_moe_offload.planning import (
     LaneRates,
+    LaneTrials,
     check_slots,
-    correct_rates,
     fetch_limits,
     promotion_limits,
 )
@@ -65,6 +65,7 @@ class CpuShare:
         self.rates: LaneRates | None = None
         self.rates_now: LaneRates | None = None
         self.corrections = 0
+        self._trials = LaneTrials()
         self._config = config
         self._device = device
         self._layers: dict[str, OffloadedLayer] = {}
@@ -117,7 +118,7 @@ class CpuShare:
             )
         finally:
             layers[name].invalidate()  # it fetches into slots whatever they hold
-        self.corrections = 0
+        self.corrections, self._trials = 0, LaneTrials()
         self._split_by(self.rates)
         if self._config.correct_rates == "auto":
             self._meter = LaneMeter(lambda: list(self._split_layers().values()), self._lane)
@@ -141,7 +142,7 @@ class CpuShare:
         if self._meter is None or (use := self._meter.read()) is None:
             return
         assert self.rates is not None and self.rates_now is not None
-        rates = correct_rates(self.rates_now, self.rates, use)
+        rates = self._trials.correct(self.rates_now, self.rates, use)
         if rates != self.rates_now:
             self._split_by(rates)
             self.corrections += 1

@@ -2,6 +2,7 @@
 
 from vllm_moe_offload.planning.correction import (
     LEAST_SECONDS,
+    LaneTrials,
     LaneUse,
     correct_rates,
     corrected_level,
@@ -26,6 +27,7 @@ __all__ = [
     "LEAST_SECONDS",
     "CopiesAhead",
     "LaneRates",
+    "LaneTrials",
     "LaneUse",
     "LayerShape",
     "SlotPlan",

@@ -21,6 +21,11 @@ _MOST = 16.0
 # A lane that is believed slower than it was measured, so that it got nothing to do, is believed so
 # much faster each time, until it gets something and shows what it does.
 _PROBING = 1.1
+# One that gets nothing by what was measured either, which may be wrong itself, is tried after so
+# many readings, at first and at most: after twice as many each time that it did not pay. It pays
+# where the lane has something to do for so many of them.
+_AGAIN_FIRST, _AGAIN_LAST = 16, 512
+_PAYS_AFTER = 4
 # A lane that was busy for less than this is not judged by it.
 LEAST_SECONDS = 0.02
 
@@ -56,12 +61,61 @@ def correct_rates(rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRa
         cpu_level = _probed(cpu_level)
     if use.fetch_seconds < LEAST_SECONDS <= use.cpu_seconds:
         bus_level = _probed(bus_level)
-    return LaneRates(
-        fetch=measured.fetch * bus_level,
-        cpu=measured.cpu * cpu_level,
-        fetch_beside_cpu=measured.fetch_beside_cpu * bus_level,
-        cpu_beside_fetch=measured.cpu_beside_fetch * cpu_level,
-    )
+    return measured.scaled(bus_level, cpu_level)
+
+
+class LaneTrials:
+    """Corrects rates as `correct_rates`, and now and then tries a lane that gets nothing to do.
+
+    Such a lane shows nothing: measured too slow by more than the other lane is faster, it would be
+    left out for ever. So it is believed faster and faster until it gets something; what it then
+    shows is believed as always, and if that leaves it without anything again, it is believed as
+    little as before.
+    """
+
+    def __init__(self) -> None:
+        self._bus, self._cpu = _Trial(), _Trial()
+
+    def correct(self, rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRates:
+        """What `correct_rates` gives of the same, but for a lane that is tried."""
+        corrected = correct_rates(rates, measured, use)
+        is_bus_used = use.fetch_seconds >= LEAST_SECONDS
+        is_cpu_used = use.cpu_seconds >= LEAST_SECONDS
+        return measured.scaled(
+            self._bus.level(corrected.fetch / measured.fetch, is_bus_used, is_cpu_used),
+            self._cpu.level(corrected.cpu / measured.cpu, is_cpu_used, is_bus_used),
+        )
+
+
+class _Trial:
+    """Of one lane. `_before`: its level when it was last let be; `_used`: for how many readings."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._waited, self._again = 0, _AGAIN_FIRST
+        self._before, self._used = 1.0, 0
+
+    def level(self, level: float, is_used: bool, is_other_used: bool) -> float:
+        """The lane's level, after a reading that gives it this one."""
+        if not is_used and not is_other_used:
+            return level  # nothing is served
+        if not self._is_on:
+            self._waited = 0 if is_used else self._waited + 1
+            if self._waited < self._again:
+                return level
+            self._is_on, self._before, self._used = True, level, 0
+        if is_used:
+            self._used += 1
+            if self._used == _PAYS_AFTER:
+                self._end(_AGAIN_FIRST)
+            return level
+        if self._used == 0 and level < _MOST:
+            return min(level * _PROBING, _MOST)
+        self._end(min(2 * self._again, _AGAIN_LAST))
+        return self._before
+
+    def _end(self, again: int) -> None:
+        self._is_on, self._waited, self._again = False, 0, again
 
 
 def corrected_level(level: float, expected: float, seconds: float) -> float:

@@ -23,6 +23,15 @@ class LaneRates:
     fetch_beside_cpu: float
     cpu_beside_fetch: float
 
+    def scaled(self, bus: float, cpu: float) -> LaneRates:
+        """The same with a bus and a CPU that are so many times as fast."""
+        return LaneRates(
+            fetch=self.fetch * bus,
+            cpu=self.cpu * cpu,
+            fetch_beside_cpu=self.fetch_beside_cpu * bus,
+            cpu_beside_fetch=self.cpu_beside_fetch * cpu,
+        )
+
 
 def fetch_limits(
     rates: LaneRates, num_experts: int, most: int | None = None
