@@ -224,8 +224,10 @@ class Child:
             return
         for metric, seconds in (("cpu_busy_percent", "computed"), ("host_wait_percent", "waited")):
             self._single(metric, "%", 100 * tail[seconds] / tail["passed"], **cell)
-        streamed = sum(layer["streamed"] for layer in stats["layers"].values())
-        self._single("cpu_experts_a_layer", "", stats["cpu_experts"] / streamed, **cell)
+        self._single("by_copies_percent", "%", 100 * tail["by_copies"] / tail["passed"], **cell)
+        self._single("cpu_layers", "", tail["layers"], **cell)
+        self._single("cpu_experts_a_layer", "", stats["cpu_experts"] / tail["layers"], **cell)
+        self._single("experts_ahead_a_layer", "", tail["ahead"] / tail["layers"], **cell)
         rates = tail["rates"]
         for name in ("copy", "cpu", "cpu_row"):
             self._single(f"expert_{name}_us", "us", 1e6 * rates[name], **cell)

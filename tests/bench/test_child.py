@@ -19,8 +19,7 @@ CELL = {"routing": "uniform", "tokens": 512}
 def written(tmp_path: Path, tail: dict[str, Any] | None) -> dict[str, float]:
     result = tmp_path / "rows.jsonl"
     child = Child({"result": str(result)})
-    layers = {"layers.0": {"streamed": 6}, "layers.1": {"streamed": 4}}
-    stats = {"tail": tail, "layers": layers, "cpu_experts": 120}
+    stats = {"tail": tail, "cpu_experts": 120}
     child._tail(stats, CELL)
     if not result.exists():
         return {}
@@ -32,11 +31,15 @@ def written(tmp_path: Path, tail: dict[str, Any] | None) -> dict[str, float]:
 def test_where_the_time_of_streamed_steps_went(tmp_path: Path) -> None:
     rates = {"copy": 175e-6, "cpu": 112e-6, "cpu_row": 2e-6, "slowed": 1.1}
     times = {"computed": 6.0, "passed": 8.0, "waited": 2.0, "by_copies": 12.0}
+    times |= {"layers": 10, "ahead": 35}
     assert written(tmp_path, {"rates": rates, "rates_now": rates, **times}) == pytest.approx(
         {
             "cpu_busy_percent": 75,
             "host_wait_percent": 25,
+            "by_copies_percent": 150,
+            "cpu_layers": 10,
             "cpu_experts_a_layer": 12,
+            "experts_ahead_a_layer": 3.5,
             "expert_copy_us": 175,
             "expert_cpu_us": 112,
             "expert_cpu_row_us": 2,

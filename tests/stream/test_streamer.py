@@ -413,7 +413,8 @@ def test_what_a_step_took_is_from_one_routing_to_the_next(monkeypatch: pytest.Mo
     tail.begin(1)
     share = (10 + 4) / (2 * 9 + 2 * 2 * 4)
     assert told == [(512, share), (64, share)], "the last layer's end is not seen"
-    assert tail.times == TailTimes(passed=2 * (10 + 4), by_copies=2 * (2 * 9 + 2 * 2 * 4))
+    by_copies = 2 * (2 * 9 + 2 * 2 * 4)
+    assert tail.times == TailTimes(layers=6, ahead=22, passed=28, by_copies=by_copies)
 
 
 def test_a_cpu_that_was_disturbed_once_is_believed_again() -> None:

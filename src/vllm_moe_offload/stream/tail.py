@@ -50,13 +50,16 @@ class OnHost:
 
 @dataclass
 class TailTimes:
-    """What layers with the CPU's part took, in seconds.
+    """What layers with the CPU's part took, in seconds; how many they were.
 
-    `computed`: the CPU, at its experts. From the reading of one layer's routing to that of the
-    next, so not of a step's last layer: `passed` in all, of these `waited` by the host for a
-    routing, and what copying every expert would have taken, `by_copies`.
+    `ahead`: the experts that were copied ahead of the routings. `computed`: the CPU, at its
+    experts. From the reading of one layer's routing to that of the next, so not of a step's last
+    layer: `passed` in all, of these `waited` by the host for a routing, and what copying every
+    expert would have taken, `by_copies`.
     """
 
+    layers: int = 0
+    ahead: int = 0
     computed: float = 0.0
     passed: float = 0.0
     waited: float = 0.0
@@ -187,6 +190,8 @@ class CpuTail:
         size = self._relative(expert_bytes)
         rates = self._rates.of(size)
         self._missing = size * (ahead + len(pending))
+        self.times.layers += 1
+        self.times.ahead += ahead
         rows = np.bincount(step.topk_ids.numpy().ravel(), minlength=num_experts)[pending]
         pending, rows = pending[rows > 0], rows[rows > 0]
         on_cpu = np.zeros(len(pending), np.bool_)
