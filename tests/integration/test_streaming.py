@@ -33,14 +33,15 @@ class Timed(EngineLane):
     """A lane that says it took so long."""
 
     def begin(self, x, weights, ids, expert_map, out, done):
-        assert sorted(set(ids.flatten().tolist())) == expert_map[:-1].tolist(), "every expert"
+        experts = expert_map[ids.long()].unique()
+        count = int((experts >= 0).sum())
         rows = len(x) * TOP_K / EXPERTS
         run = super().begin(x, weights, ids, expert_map, out, done)
         run.wait()
 
         class Run:
             def wait(self, timeout: float | None = None) -> float:
-                return EXPERTS * (READING + ROW * rows)
+                return count * (READING + ROW * rows)
 
         return Run()
 
