@@ -21,6 +21,7 @@ from vllm.model_executor.offloader.base import (  # noqa: E402
 )
 
 from tests.e2e.engines import Prompts, engine, greedy, stats  # noqa: E402
+from tests.interrupted import Interrupted, interrupt  # noqa: E402
 from vllm_moe_offload import (  # noqa: E402
     ConfigError,
     InactiveError,
@@ -412,6 +413,34 @@ def test_the_model_has_to_call_its_layers(dense: Path) -> None:
         runtime.prefetch._stacks[0].prefetcher.not_run.add(2)
         with pytest.raises(UnsupportedError, match="otherwise than by calling them"):
             runtime.prefetch.check_run()
+
+
+def test_after_a_step_that_was_interrupted_the_next_ones_are_right(
+    dense: Path, dense_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C between two layers, or while one's parameters are copied."""
+    restarted: list[LayerPrefetcher] = []
+    restart = LayerPrefetcher.restart
+
+    def noted(prefetcher: LayerPrefetcher) -> None:
+        restarted.append(prefetcher)
+        restart(prefetcher)
+
+    monkeypatch.setattr(LayerPrefetcher, "restart", noted)
+    with engine(dense, **moe_offload_args(group_size=1)) as ours:
+        (runtime,) = ours.collective_rpc(lambda worker: worker._moe_offload_runtime)
+        (stack,) = runtime.prefetch._stacks
+        calls = [(stack.prefetcher, name) for name in ("wait", "refill")]
+        for done, number in enumerate((0, 3, 6, 9)):
+            with monkeypatch.context() as patch:
+                interrupt(patch, [*calls, (runtime.prefetch._copies, "copy")], number)
+                with pytest.raises(Interrupted):
+                    greedy(ours, PROMPTS)
+            left = list(ours.llm_engine.output_processor.request_states)
+            ours.llm_engine.output_processor.abort_requests(left, internal=True)
+            ours.llm_engine.engine_core.abort_requests(left)
+            assert greedy(ours, PROMPTS) == dense_tokens
+            assert len(restarted) == done + 1, "once, and not after steps that have ended"
 
 
 def test_settings_are_json() -> None:

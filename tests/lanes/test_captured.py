@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tests.device.kernels import INTERPRETED, run_interpreted
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
-from tests.lanes.interrupted import Interrupted, interrupt
+from tests.interrupted import Interrupted, interrupt
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine

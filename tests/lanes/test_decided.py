@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from tests.device.kernels import INTERPRETED, run_interpreted
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
-from tests.lanes.interrupted import Interrupted, interrupt
+from tests.interrupted import Interrupted, interrupt
 from vllm_moe_offload.device import HostDevice
+from vllm_moe_offload.device.host import HostSlotCache
+from vllm_moe_offload.device.step import DeviceStep
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
 from vllm_moe_offload.experts import Activation, ExpertSpec, Format
@@ -267,10 +269,50 @@ def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
             with contextlib.suppress(Interrupted):
                 case.step(rows)
             reached = has_come()
-        for each in (rows, 2, 5, MOST):
+        for each in (rows, 5, MOST):
             case.step(each)
         number += 1
     assert number > 6
+
+
+@interpreted
+@pytest.mark.parametrize("num_slots", [2, 9])
+def test_after_a_resize_that_was_interrupted_anywhere_steps_are_right(
+    num_slots: int, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are as many slots as before then, or as many as were asked for."""
+    number, reached = 0, True
+    while reached:
+        case = Case(engine, 9, 4, "lru", seed=number)
+        case.step(3)
+        calls = [
+            *((case.layer, name) for name in ("_allocate", "_make_resident")),
+            *((HostSlotCache, "fetch"), (DeviceStep, "read_into"), (DeviceStep, "take_over")),
+        ]
+        with monkeypatch.context() as patch:
+            has_come = interrupt(patch, calls, number)
+            with contextlib.suppress(Interrupted):
+                case.layer.resize(num_slots)
+            reached = has_come()
+        assert case.layer.num_slots in (4, num_slots)
+        for rows in (3, MOST):
+            case.step(rows)
+        number += 1
+    assert number > 8
+
+
+@interpreted
+def test_after_a_filling_that_was_interrupted_steps_are_right(
+    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(engine, 9, 9, "lru")
+    for tensor in case.layer._slots.cache.tensors.values():
+        tensor.fill_(float("nan"))
+    with monkeypatch.context() as patch:
+        interrupt(patch, [(HostSlotCache, "fetch")], 0)
+        with pytest.raises(Interrupted):
+            case.layer.invalidate()
+    case.step(3)
 
 
 @interpreted

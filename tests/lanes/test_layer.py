@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
-from tests.lanes.interrupted import Interrupted, interrupt
+from tests.interrupted import Interrupted, interrupt
 from vllm_moe_offload.device import HostDevice, SlotCache
 from vllm_moe_offload.device.host import HostSlotCache
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -241,7 +241,7 @@ def test_slots_that_cannot_be_allocated_leave_those_there_were(
         case.check(layer, case.x(1), ids)
     else:
         assert layer.device_bytes == 0
-        with pytest.raises(RuntimeError, match="no slots: allocating them failed"):
+        with pytest.raises(RuntimeError, match="no slots: taking them failed"):
             layer.forward(case.x(1), torch.rand(1, TOP_K), ids)
     layer._allocate = allocate
     layer.resize(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.interrupted import Interrupted, interrupt
 from tests.stream.graphs import Graph, GraphCopies, GraphMachine, GraphMark
 from tests.stream.machine import DELAYS
 from vllm_moe_offload import UnsupportedError
@@ -141,6 +143,62 @@ def test_every_layer_reads_its_own(
         for mode in modes:
             model.step(mode, sorted(cut for cut in cuts if cut < len(shapes)))
         model.check(len(modes))
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=shapes_of,
+    step=st.integers(1, 4),
+    modes=st.lists(st.sampled_from(MODES), min_size=2, max_size=5),
+    begun=st.integers(0, 6),
+    seed=st.integers(0, 2**31),
+)
+def test_after_a_step_that_has_not_ended_every_layer_reads_its_own(
+    delay: str, shapes: list[Shape], step: int, modes: list[str], begun: int, seed: int
+) -> None:
+    """Stopped between two layers, or two graphs; the next one is launched, or replayed."""
+    machine = GraphMachine(DELAYS[delay], seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefetch, "_is_capturing", lambda: machine.capturing is not None)
+        model = Model(machine, shapes, step, seed)
+        pieces = range(1, len(shapes))
+        for mode in modes:
+            model.step(mode, pieces)
+            if mode == "pieces":
+                for graph in model.graphs[(0, *pieces, len(shapes))][:begun]:
+                    model.prefetcher.settle()
+                    machine.replay(graph)
+            else:
+                model.run(range(min(begun, len(shapes))))
+            model.prefetcher.restart()
+        machine.finish()
+        for number, values in model.read:
+            assert all(map(torch.equal, values, model.expected[number])), number
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_after_copies_that_were_interrupted_every_layer_reads_its_own(
+    delay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before they are made, and behind them."""
+    number, reached = 0, True
+    while reached:
+        machine = GraphMachine(DELAYS[delay], number)
+        model = Model(machine, SAME, 2, number)
+        model.step("launched")
+        with monkeypatch.context() as patch:
+            has_come = interrupt(patch, [(model.copies, "copy")], number)
+            with suppress(Interrupted):
+                model.step("launched")
+            reached = has_come()
+        for _ in range(2):
+            model.step("launched")
+        machine.finish()
+        for layer, values in model.read:
+            assert all(map(torch.equal, values, model.expected[layer])), layer
+        number += 1
+    assert number > 8
 
 
 @settings(max_examples=100, deadline=None)

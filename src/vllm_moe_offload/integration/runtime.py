@@ -432,7 +432,7 @@ class OffloadRuntime:
         And vLLM's offloader is this engine's, whichever other one the process has.
         """
         if self.prefetch is not None:
-            self.prefetch.activate()
+            self.prefetch.begin()
         if self._share is not None and self._asks:
             self._share.wake()
 
@@ -440,13 +440,13 @@ class OffloadRuntime:
         """When a step has been launched, by the thread that did: an error where it has failed.
 
         CpuLaneError: the CPU lane, or the CPU's part of a streamed step. UnsupportedError: see
-        `GroupOffloader.check_active`.
+        `GroupOffloader.end`.
         """
         self.check_lane()
         if self._streaming is not None:
             self._streaming.check()
         if self.prefetch is not None:
-            self.prefetch.check_active()
+            self.prefetch.end()
 
     def check_lane(self) -> None:
         """Before a step's output is used, by any thread: CpuLaneError when the lane has failed."""
@@ -642,7 +642,7 @@ def _resize(layers: Collection[OffloadedLayer], num_slots: int) -> None:
     try:
         for layer in layers:
             layer.resize(num_slots)
-    except Exception:
+    except BaseException:
         for layer, slots in zip(layers, before, strict=True):
             if slots and layer.num_slots != slots:
                 # What it raises would hide why there are not the slots that were asked for.

@@ -24,7 +24,7 @@ from vllm_moe_offload.stream import InSlots, Keep, LayerStreamer, StreamedLayer
 
 Tensors = Mapping[str, torch.Tensor]
 
-_NO_SLOTS = "no slots: allocating them failed when this layer was resized"
+_NO_SLOTS = "no slots: taking them failed, or was interrupted, when this layer was resized"
 
 
 class OffloadedLayer:
@@ -216,9 +216,10 @@ class OffloadedLayer:
         self._slots = None
         try:
             self._take(num_slots)
-        except Exception as error:
+        except BaseException as error:
             # What has been allocated of them would be kept until the error is forgotten.
             traceback.clear_frames(error.__traceback__)
+            self._slots = None
             if before:
                 with contextlib.suppress(Exception):
                     self._take(before)
@@ -300,6 +301,9 @@ class OffloadedLayer:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             self._is_in_graph = True
         if self.captured is not None and self.num_slots == self.num_experts:
+            assert self._slots is not None
+            if not self._slots.is_filled:
+                self._empty()  # an error has ended the last filling
             return self.captured.forward_all(x, weights, routed, padding)
         if self._residency is None and self._streamed is not None and self._streamed.takes(len(x)):
             return self._through_buffers(self._streamed, x, weights, routed, routed, padding, None)

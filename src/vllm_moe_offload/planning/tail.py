@@ -134,10 +134,11 @@ def _size(rows: int) -> int:
 def experts_for_cpu(
     rates: TailRates, rows: npt.NDArray[np.integer], ahead: float
 ) -> npt.NDArray[np.int64]:
-    """Which of some experts to leave to the CPU, so that both lanes are done soonest.
+    """Which of some experts to leave to the CPU: how many of those with the fewest rows.
 
-    rows: [N], those that each expert has, 1 or more; ahead: how many other experts are copied
-    first. Returns indices into `rows`, those of the fewest rows: a copy takes as long for each. Of
+    So many that both lanes are done soonest; a copy takes as long for each expert, so no other
+    choice is better where a computing CPU does not slow copies. rows: [N], those that each expert
+    has, 1 or more; ahead: how many other experts are copied first. Returns indices into `rows`. Of
     choices that end together the one with the fewest.
     """
     order = np.argsort(rows, kind="stable")

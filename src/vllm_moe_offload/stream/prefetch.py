@@ -7,7 +7,8 @@ of no use outside of it, nor the other way round. So what was copied before a ca
 has to have arrived (`settle`), and what a capture copies has to be joined before it ends (`join`).
 
 The host remembers what it has asked for. A graph that holds all layers leaves the buffers as it
-found them, so that this stays true when it is replayed.
+found them, so that this stays true when it is replayed. A step that ends before its last layer does
+not: then they are filled anew (`restart`).
 """
 
 from __future__ import annotations
@@ -90,6 +91,15 @@ class LayerPrefetcher:
         for number, used in enumerate(self._plan.of_layer):
             self._copy(self._fill(number, [b for b in used if self._holder[b] == _NOBODY]))
 
+    def restart(self) -> None:
+        """After a step that has not come to its end: the buffers are as `start` leaves them again.
+
+        A graph that is replayed next relies on that.
+        """
+        self._holder = [_NOBODY] * len(self._holder)
+        self._unjoined.clear()
+        self.start()
+
     def wait(self, number: int) -> None:
         """Before this layer: what comes next on the current stream finds its tensors.
 
@@ -147,6 +157,9 @@ class LayerPrefetcher:
         if _is_capturing():
             marks = self._captured
             self._unjoined.add(fill.number)
+        # An error in between leaves a buffer that holds nobody's.
+        for buffer in fill.buffers:
+            self._holder[buffer] = _NOBODY
         marks.here.record()
         self._copies.copy(fill.pairs, after=marks.here, done=marks.copied[fill.number])
         for buffer in fill.buffers:
