@@ -45,8 +45,10 @@ def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
     both, h2d, tflop, gpu_read = (
         session.value("machine", metric, **cell.keys())
         for metric in (
-            *("both_gb_per_s", "computing_h2d_gb_per_s"),
-            *("computing_tflop_per_s", "gpu_read_gb_per_s"),
+            "both_gb_per_s",
+            "computing_h2d_gb_per_s",
+            "computing_tflop_per_s",
+            "gpu_read_gb_per_s",
         )
     )
     if both is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,28 +14,45 @@ class Interrupted(KeyboardInterrupt):
     """Not an `Exception`, and nobody else's."""
 
 
-def interrupt(
-    patch: pytest.MonkeyPatch, calls: Sequence[tuple[Any, str]], number: int
-) -> Callable[[], bool]:
-    """Let one of these calls (object, method) raise: the one of that number, from 0 on.
+class Interruption:
+    """At the call of this number, from 0 on; `has_come`: whether one has come out of `of`.
 
-    Even numbers raise before what is called has been done, odd ones after: so a call counts twice.
-    Returns whether it has been reached.
+    Even numbers are before what is called has been done, odd ones after: so a call counts twice.
     """
-    count = 0
 
-    def instead(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            nonlocal count
-            for done in (lambda: None, lambda: original(*given, **named)):
-                result, at = done(), count
-                count += 1
-                if at == number:
-                    raise Interrupted
-            return result
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.has_come = False
 
-        return call
+    @contextmanager
+    def of(self, *calls: tuple[Any, str]) -> Iterator[None]:
+        """Inside, one of these calls (object, method) raises, which ends what is inside."""
+        numbers = itertools.count()
 
-    for owner, name in calls:
-        patch.setattr(owner, name, instead(getattr(owner, name)))
-    return lambda: count > number
+        def instead(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*given: Any, **named: Any) -> Any:
+                for done in (lambda: None, lambda: original(*given, **named)):
+                    result = done()
+                    if next(numbers) == self.number:
+                        raise Interrupted
+                return result
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for owner, name in calls:
+                patch.setattr(owner, name, instead(getattr(owner, name)))
+            try:
+                yield
+            except Interrupted:
+                self.has_come = True
+
+
+def interruptions(least: int) -> Iterator[Interruption]:
+    """One at each number, until one is beyond the last call; there are `least` at least."""
+    for number in itertools.count():
+        one = Interruption(number)
+        yield one
+        if not one.has_come:
+            assert number >= least
+            return

@@ -21,7 +21,7 @@ from vllm.model_executor.offloader.base import (  # noqa: E402
 )
 
 from tests.e2e.engines import Prompts, engine, greedy, stats  # noqa: E402
-from tests.interrupted import Interrupted, interrupt  # noqa: E402
+from tests.interrupted import Interruption  # noqa: E402
 from vllm_moe_offload import (  # noqa: E402
     ConfigError,
     InactiveError,
@@ -432,10 +432,10 @@ def test_after_a_step_that_was_interrupted_the_next_ones_are_right(
         (stack,) = runtime.prefetch._stacks
         calls = [(stack.prefetcher, name) for name in ("wait", "refill")]
         for done, number in enumerate((0, 3, 6, 9)):
-            with monkeypatch.context() as patch:
-                interrupt(patch, [*calls, (runtime.prefetch._copies, "copy")], number)
-                with pytest.raises(Interrupted):
-                    greedy(ours, PROMPTS)
+            interruption = Interruption(number)
+            with interruption.of(*calls, (runtime.prefetch._copies, "copy")):
+                greedy(ours, PROMPTS)
+            assert interruption.has_come
             left = list(ours.llm_engine.output_processor.request_states)
             ours.llm_engine.output_processor.abort_requests(left, internal=True)
             ours.llm_engine.engine_core.abort_requests(left)

@@ -7,9 +7,8 @@ engine as the resident lane and as the CPU lane that answers the doorbell.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from itertools import count
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from tests.device.kernels import INTERPRETED, run_interpreted
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
-from tests.interrupted import Interrupted, interrupt
+from tests.interrupted import Interruption, interruptions
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.streams import SideStream
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -199,9 +198,8 @@ def test_an_expert_that_the_cpu_computes_is_in_a_slot_for_the_next_step() -> Non
         assert cpu.stats()["layer"].requests == 3
 
 
-def is_right_after_an_interruption(number: int, patch: pytest.MonkeyPatch) -> bool:
-    """Interrupt a step at its call of this number; returns whether it has one."""
-    generator = torch.Generator().manual_seed(number)
+def check_steps_after(interruption: Interruption) -> None:
+    generator = torch.Generator().manual_seed(interruption.number)
     spec = ExpertSpec(24, 10, Activation.SILU, Format.FP32)
     host = random_shard(spec, 9, generator)
     everyone = torch.cat((torch.arange(9, dtype=torch.int32), torch.tensor([-1]).int()))
@@ -223,7 +221,7 @@ def is_right_after_an_interruption(number: int, patch: pytest.MonkeyPatch) -> bo
         routed = torch.tensor(ids).int()
         got = layer.forward(x, weights, routed)
         expected = oracle.experts(spec, host, x, routed, weights, everyone)
-        assert oracle.relative_error(got, expected) <= tolerance(spec), number
+        assert oracle.relative_error(got, expected) <= tolerance(spec), interruption.number
 
     with CpuExpertEngine(threads=1) as engine:
         cpu = CpuLane(engine, max_layers=1, max_tokens=MOST, device=CPU)
@@ -240,23 +238,18 @@ def is_right_after_an_interruption(number: int, patch: pytest.MonkeyPatch) -> bo
             *((captured.step, "launch"), (captured.fetch, "launch")),
             *((layer._slots.resident, name) for name in ("compute", "output")),
         ]
-        with patch.context() as here:
-            has_come = interrupt(here, calls, number)
-            with suppress(Interrupted):
-                step([4, 5, 6], [6, 7, 8])
+        with interruption.of(*calls):
+            step([4, 5, 6], [6, 7, 8])
         for ids in ([4, 5, 6], [0, 7, 8], [0, 1, 2], [4, 5, 6]):
             step(ids, [6, 5, 4])
         cpu.close()
-    return has_come()
 
 
 @interpreted
-def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right() -> None:
     """Between the asking of the CPU and the taking of its answer too."""
-    calls = next(n for n in count() if not is_right_after_an_interruption(n, monkeypatch))
-    assert calls > 12
+    for interruption in interruptions(least=13):
+        check_steps_after(interruption)
 
 
 @interpreted

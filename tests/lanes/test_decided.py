@@ -6,7 +6,6 @@ is the lane over the slots, which are ordinary memory.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from tests.device.kernels import INTERPRETED, run_interpreted
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
-from tests.interrupted import Interrupted, interrupt
+from tests.interrupted import Interruption, interruptions
 from vllm_moe_offload.device import HostDevice
 from vllm_moe_offload.device.host import HostSlotCache
 from vllm_moe_offload.device.step import DeviceStep
@@ -249,12 +248,11 @@ def test_emptying_the_slots_keeps_what_the_policy_saw(engine: CpuExpertEngine) -
 @interpreted
 @pytest.mark.parametrize("rows", [2, MOST], ids=["the device", "the host"])
 def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
-    rows: int, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+    rows: int, engine: CpuExpertEngine
 ) -> None:
     """A step that the device has decided on, or the host, to which it lends the state."""
-    number, reached = 0, True
-    while reached:
-        case = Case(engine, 9, 4, "lru", seed=number)
+    for interruption in interruptions(least=6):
+        case = Case(engine, 9, 4, "lru", seed=interruption.number)
         case.step(3)
         slots = case.layer._slots
         step = slots.captured.step
@@ -264,54 +262,42 @@ def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
             (slots.captured.fetch, "launch"),
             *((slots.resident, name) for name in ("compute", "output")),
         ]
-        with monkeypatch.context() as patch:
-            has_come = interrupt(patch, calls, number)
-            with contextlib.suppress(Interrupted):
-                case.step(rows)
-            reached = has_come()
+        with interruption.of(*calls):
+            case.step(rows)
         for each in (rows, 5, MOST):
             case.step(each)
-        number += 1
-    assert number > 6
 
 
 @interpreted
 @pytest.mark.parametrize("num_slots", [2, 9])
 def test_after_a_resize_that_was_interrupted_anywhere_steps_are_right(
-    num_slots: int, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+    num_slots: int, engine: CpuExpertEngine
 ) -> None:
     """There are as many slots as before then, or as many as were asked for."""
-    number, reached = 0, True
-    while reached:
-        case = Case(engine, 9, 4, "lru", seed=number)
+    for interruption in interruptions(least=8):
+        case = Case(engine, 9, 4, "lru", seed=interruption.number)
         case.step(3)
         calls = [
             *((case.layer, name) for name in ("_allocate", "_make_resident")),
             *((HostSlotCache, "fetch"), (DeviceStep, "read_into"), (DeviceStep, "take_over")),
         ]
-        with monkeypatch.context() as patch:
-            has_come = interrupt(patch, calls, number)
-            with contextlib.suppress(Interrupted):
-                case.layer.resize(num_slots)
-            reached = has_come()
+        with interruption.of(*calls):
+            case.layer.resize(num_slots)
         assert case.layer.num_slots in (4, num_slots)
         for rows in (3, MOST):
             case.step(rows)
-        number += 1
-    assert number > 8
 
 
 @interpreted
 def test_after_a_filling_that_was_interrupted_steps_are_right(
-    engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+    engine: CpuExpertEngine,
 ) -> None:
-    case = Case(engine, 9, 9, "lru")
+    case, interruption = Case(engine, 9, 9, "lru"), Interruption(0)
     for tensor in case.layer._slots.cache.tensors.values():
         tensor.fill_(float("nan"))
-    with monkeypatch.context() as patch:
-        interrupt(patch, [(HostSlotCache, "fetch")], 0)
-        with pytest.raises(Interrupted):
-            case.layer.invalidate()
+    with interruption.of((HostSlotCache, "fetch")):
+        case.layer.invalidate()
+    assert interruption.has_come
     case.step(3)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.engine import oracle
 from tests.engine.shards import random_shard, tolerance
-from tests.interrupted import Interrupted, interrupt
+from tests.interrupted import interruptions
 from vllm_moe_offload.device import HostDevice, SlotCache
 from vllm_moe_offload.device.host import HostSlotCache
 from vllm_moe_offload.engine import CpuExpertEngine
@@ -291,26 +290,20 @@ def test_the_device_is_called_in_the_order_it_is_promised_and_copies_each_miss_o
 
 @pytest.mark.parametrize("num_slots", [2, 4, 6])
 def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
-    num_slots: int, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+    num_slots: int, engine: CpuExpertEngine
 ) -> None:
-    case, number, reached = Case(engine), 0, True
+    case = Case(engine)
     first, then = torch.tensor([[0, 1, 2], [1, 2, 3]]), torch.tensor([[4, 5, 2], [4, 5, 3]])
-    while reached:
+    for interruption in interruptions(least=4):
         layer = case.layer(num_slots, "lru")
         case.check(layer, case.x(2), first)
         layer.invalidate()  # with all in slots they are filled by the next step
         slots = layer._slots
         steps = [(slots.cache, name) for name in ("fetch", "publish", "release")]
-        with monkeypatch.context() as patch:
-            calls = [*steps, (slots.resident, "compute"), (slots.resident, "output")]
-            has_come = interrupt(patch, calls, number)
-            with contextlib.suppress(Interrupted):
-                case.check(layer, case.x(2), then)
-            reached = has_come()
+        with interruption.of(*steps, (slots.resident, "compute"), (slots.resident, "output")):
+            case.check(layer, case.x(2), then)
         for ids in (then, first, then):
             case.check(layer, case.x(2), ids)
-        number += 1
-    assert number > 4
 
 
 def test_new_weights_in_host_memory_are_used_after_invalidate(engine: CpuExpertEngine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.interrupted import Interrupted, interrupt
+from tests.interrupted import interruptions
 from tests.stream.graphs import Graph, GraphCopies, GraphMachine, GraphMark
 from tests.stream.machine import DELAYS
 from vllm_moe_offload import UnsupportedError
@@ -112,7 +111,7 @@ class Model:
 @pytest.fixture(autouse=True)
 def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[GraphMachine], None]:
     def of(machine: GraphMachine) -> None:
-        monkeypatch.setattr(prefetch, "_is_capturing", lambda: machine.capturing is not None)
+        monkeypatch.setattr(prefetch, "is_capturing", lambda: machine.capturing is not None)
 
     return of
 
@@ -138,7 +137,7 @@ def test_every_layer_reads_its_own(
 ) -> None:
     machine = GraphMachine(DELAYS[delay], seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetch, "_is_capturing", lambda: machine.capturing is not None)
+        patch.setattr(prefetch, "is_capturing", lambda: machine.capturing is not None)
         model = Model(machine, shapes, step, seed)
         for mode in modes:
             model.step(mode, sorted(cut for cut in cuts if cut < len(shapes)))
@@ -160,7 +159,7 @@ def test_after_a_step_that_has_not_ended_every_layer_reads_its_own(
     """Stopped between two layers, or two graphs; the next one is launched, or replayed."""
     machine = GraphMachine(DELAYS[delay], seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefetch, "_is_capturing", lambda: machine.capturing is not None)
+        patch.setattr(prefetch, "is_capturing", lambda: machine.capturing is not None)
         model = Model(machine, shapes, step, seed)
         pieces = range(1, len(shapes))
         for mode in modes:
@@ -179,26 +178,20 @@ def test_after_a_step_that_has_not_ended_every_layer_reads_its_own(
 
 @pytest.mark.parametrize("delay", DELAYS)
 def test_after_copies_that_were_interrupted_every_layer_reads_its_own(
-    delay: str, monkeypatch: pytest.MonkeyPatch
+    delay: str,
 ) -> None:
     """Before they are made, and behind them."""
-    number, reached = 0, True
-    while reached:
-        machine = GraphMachine(DELAYS[delay], number)
-        model = Model(machine, SAME, 2, number)
+    for interruption in interruptions(least=8):
+        machine = GraphMachine(DELAYS[delay], interruption.number)
+        model = Model(machine, SAME, 2, interruption.number)
         model.step("launched")
-        with monkeypatch.context() as patch:
-            has_come = interrupt(patch, [(model.copies, "copy")], number)
-            with suppress(Interrupted):
-                model.step("launched")
-            reached = has_come()
+        with interruption.of((model.copies, "copy")):
+            model.step("launched")
         for _ in range(2):
             model.step("launched")
         machine.finish()
         for layer, values in model.read:
             assert all(map(torch.equal, values, model.expected[layer])), layer
-        number += 1
-    assert number > 8
 
 
 @settings(max_examples=100, deadline=None)
@@ -346,7 +339,7 @@ def test_a_fault_is_noticed(
             for modes in (("launched",) * 3, ("launched", "graph", "graph", "launched", "pieces")):
                 machine = GraphMachine(delay, 2)
                 monkeypatch.setattr(
-                    prefetch, "_is_capturing", lambda m=machine: m.capturing is not None
+                    prefetch, "is_capturing", lambda m=machine: m.capturing is not None
                 )
                 model = Model(machine, SAME, 2)
                 for mode in modes:

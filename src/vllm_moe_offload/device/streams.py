@@ -32,6 +32,11 @@ def beside_captures() -> Iterator[None]:
         exchange(before)
 
 
+def is_capturing() -> bool:
+    """Whether what is launched on the current stream goes into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def shared_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros in host memory, at a multiple of 64 bytes, that `device` reads and writes too."""
     with torch.inference_mode(False):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.logger import init_logger
+
+from vllm_moe_offload.device.streams import is_capturing
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -56,8 +57,7 @@ def captures_a_piece() -> bool:
     A full graph has all of them; vLLM splits the others at attention.
     """
     return (
-        torch.cuda.is_available()
-        and torch.cuda.is_current_stream_capturing()
+        is_capturing()
         and is_forward_context_available()
         and get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE
     )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_moe_offload.device import Device, SlotCache
+from vllm_moe_offload.device.streams import is_capturing
 from vllm_moe_offload.experts import ExpertLayout
 from vllm_moe_offload.lanes.base import Lane, LaneBeside
 from vllm_moe_offload.lanes.captured import MAX_CAPTURED, AskingLayer, CapturedLayer, with_padding
@@ -342,7 +343,7 @@ class OffloadedLayer:
 
         What was being captured has changed nothing.
         """
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not is_capturing():
             self.invalidate()
 
     def _leave_stream(self) -> None:

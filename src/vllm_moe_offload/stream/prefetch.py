@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_moe_offload.device.copies import CopyStream, Pairs
+from vllm_moe_offload.device.streams import is_capturing
 from vllm_moe_offload.errors import UnsupportedError
 from vllm_moe_offload.stream.memory import aligned
 from vllm_moe_offload.stream.pool import PoolPlan
@@ -108,7 +109,7 @@ class LayerPrefetcher:
         """
         self.not_run.discard(number)
         stale = [b for b in self._plan.of_layer[number] if self._holder[b] != number]
-        if _is_capturing():
+        if is_capturing():
             if stale:
                 raise UnsupportedError(
                     "moe_offload: the layers of this model do not run one after another, each once "
@@ -154,7 +155,7 @@ class LayerPrefetcher:
         if not fill.buffers:
             return
         marks = self._launched
-        if _is_capturing():
+        if is_capturing():
             marks = self._captured
             self._unjoined.add(fill.number)
         # An error in between leaves a buffer that holds nobody's.
@@ -190,7 +191,3 @@ def _follows(
         and to.untyped_storage().data_ptr() == start.untyped_storage().data_ptr()
         and source.untyped_storage().data_ptr() == source_start.untyped_storage().data_ptr()
     )
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

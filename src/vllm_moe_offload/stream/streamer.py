@@ -93,7 +93,6 @@ class LayerStreamer:
         self._num_ahead = 0
         # From when these copies are under way until the routing is about to be read.
         self._ahead = copies.stopwatch()
-        self._is_timed = False
         # The layer that the step goes on with; None between steps.
         self._next: int | None = None
         # Whether an error has ended the last step: its copies may be under way.
@@ -266,7 +265,6 @@ class LayerStreamer:
         if self._tail is not None:
             ahead, watch = self._tail.ahead(ahead, layer.expert_bytes), self._ahead
         self._num_ahead = min(ahead, 2 * layer.size)
-        self._is_timed = watch is not None and self._num_ahead > 0
         for wave in plan_waves(missing[: self._num_ahead], layer.size, layer.num_experts):
             self._copy(layer, turn, wave, watch=watch)
             turn, watch = 1 - turn, None
@@ -274,7 +272,7 @@ class LayerStreamer:
 
     def _seconds_ahead(self) -> float:
         """For how long the bus had been at the copies ahead of a routing that has been read now."""
-        if not self._is_timed or not self._ahead.has_begun():
+        if self._num_ahead == 0 or not self._ahead.has_begun():
             return 0.0
         return max(self._ahead.seconds(), 0.0)
 

@@ -134,7 +134,7 @@ class CpuTail:
 
     def ahead(self, missing: int, expert_bytes: int) -> int:
         """Of so many missing experts of the step's next layer, how many its routing is not for."""
-        copy = self._measured.of(self._relative(expert_bytes)).copy
+        copy = self._measured.copy * self._relative(expert_bytes)
         return self._copies_ahead.count(self._rows, missing, copy)
 
     def went_on(self, seconds: float) -> None:
