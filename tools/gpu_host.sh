@@ -18,9 +18,9 @@
 #
 # Rows and logs go to OUT. The package is built first where it is not there, into build/site. Tests
 # and soaks are processes of their own (a failed one may leave its GPU context broken), AT_ONCE of
-# them (4 a GPU), each on one GPU and an equal share of the CPUs. Figures are measured one after
-# another, nothing beside them; of sets that start together, resident needs a GPU that no other has
-# (on two GPUs: TOGETHER="fp8 resident modes"). What has not ended after SECONDS is stopped.
+# them (4 a GPU), each on one GPU and an equal share of the CPUs, two at least. Figures are measured
+# one after another, nothing beside them; of sets that start together, resident needs a GPU that no
+# other has (on two GPUs: TOGETHER="fp8 resident modes"). What has not ended after SECONDS is stopped.
 #
 # ONLY: a pattern of the names of tests and soaks. COMMIT, CARD: what rows call code and machine.
 # DEVICES: the GPUs that tests and soaks use ("1", "0 1"; all of them). They use the CPUs that this
@@ -176,7 +176,8 @@ job() {
   read -ra devices <<< "$DEVICES"
   read -ra cpus <<< "$CPUS"
   local share=$((${#cpus[@]} / AT_ONCE))
-  ((share)) || share=1
+  # Threads that wait for each other crawl on one CPU: rather two that others use too.
+  ((share > 1)) || share=$((${#cpus[@]} > 1 ? 2 : 1))
   local mine=${cpus[*]:SLOT * share % ${#cpus[@]}:share}
   seconds=$(left 10)
   if ((seconds < 30)); then
