@@ -7,6 +7,8 @@ everything on the GPU, less the time in which it read the experts at its own mem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from bench.models import Shape
@@ -64,26 +66,27 @@ def prefill_ms(
     chunk: int,
     slots: int,
     both_gb_per_s: float,
-    h2d_gb_per_s: float | None = None,
-    cpu_tflop_per_s: float | None = None,
+    lanes: Sequence[tuple[float, float]] = (),
     gpu_ms: float | None = None,
 ) -> float:
     """The least time to prefill `tokens` in steps of up to `chunk`: the GPU's own time, or that of
     what it lacks, in every step anew.
 
-    That is copied, or computed by the CPU: no faster than both move bytes, nor, where these are
-    known, than copies (`h2d_gb_per_s`) and the CPU's arithmetic, while both run. Experts have as
-    many rows each.
+    That is copied, or computed by the CPU: no faster than both move bytes, nor than the best of
+    `lanes`, the ways to use them of which is known what they do: GB/s that are copied, TFLOP/s that
+    the CPU computes meanwhile. Experts have as many rows each.
     """
     moved = 0.0
     for start in range(0, tokens, chunk):
         rows = min(chunk, tokens - start)
         needed = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** rows)
         seconds = shape.expert_bytes / (both_gb_per_s * GB)
-        if h2d_gb_per_s is not None and cpu_tflop_per_s is not None:
+        if lanes:
             # Two products with [2I, H] and [H, I], a multiplication and an addition a number.
             flop = 6 * shape.hidden * shape.intermediate * rows * shape.top_k / needed
-            copied_a_second = h2d_gb_per_s * GB / shape.expert_bytes
-            seconds = max(seconds, 1 / (copied_a_second + cpu_tflop_per_s * TERA / flop))
+            a_second = max(
+                h2d * GB / shape.expert_bytes + tflop * TERA / flop for h2d, tflop in lanes
+            )
+            seconds = max(seconds, 1 / a_second)
         moved += max(0.0, needed - slots) * seconds
     return max(gpu_ms or 0.0, 1e3 * shape.layers * moved)

@@ -8,6 +8,7 @@ from typing import Any
 from bench import floors, report, runner
 from bench.child import PROMPT
 from bench.common import SIMULATED, SWITCHING
+from bench.rates import METRICS
 from bench.runner import Cell, Session
 
 _REST = 16  # tokens of room that a prompt leaves
@@ -42,17 +43,12 @@ def _engine(cells: list[Cell], chunk: int, eager: bool) -> dict[str, Any]:
 
 
 def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
-    both, h2d, tflop, gpu_read = (
-        session.value("machine", metric, **cell.keys())
-        for metric in (
-            "both_gb_per_s",
-            "computing_h2d_gb_per_s",
-            "computing_tflop_per_s",
-            "gpu_read_gb_per_s",
-        )
-    )
+    rate = {metric: session.value("machine", metric, **cell.keys()) for metric in METRICS}
+    both = rate["both_gb_per_s"]
     if both is None:
         return "the rate of both lanes was not measured"
+    if not cell.is_simulated:
+        return f"what is missed under routing {cell.routing} is not known beforehand"
     gpu_ms = session.value("vllm-gpu", cell.metric, **cell.keys())
     if cell.tokens is not None:
         return floors.prefill_ms(
@@ -61,12 +57,18 @@ def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
             chunk=chunk,
             slots=session.slots,
             both_gb_per_s=both,
-            h2d_gb_per_s=h2d,
-            cpu_tflop_per_s=tflop,
+            # Each alone, or both: a CPU that computes may slow copies by more than it adds.
+            lanes=[
+                (h2d, tflop)
+                for h2d, tflop in (
+                    (rate["h2d_gb_per_s"], 0.0),
+                    (rate["computing_h2d_gb_per_s"], rate["computing_tflop_per_s"]),
+                    (0.0, rate["cpu_tflop_per_s"]),
+                )
+                if h2d is not None and tflop is not None
+            ],
             gpu_ms=gpu_ms,
         )
-    if not cell.is_simulated or cell.batch is None:
-        return f"what is missed under routing {cell.routing} is not known beforehand"
     # Both by themselves, as often: what a switch costs the slots is not a part of it.
     turns = SIMULATED if cell.routing == SWITCHING else (cell.routing,)
     each = [
@@ -80,5 +82,5 @@ def _floor(session: Session, cell: Cell, chunk: int) -> float | str:
         missed=missed,
         both_gb_per_s=both,
         gpu_ms=gpu_ms,
-        gpu_read_gb_per_s=gpu_read,
+        gpu_read_gb_per_s=rate["gpu_read_gb_per_s"],
     )

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from itertools import cycle
 from typing import Any
@@ -168,30 +169,40 @@ class Reader:
         return step
 
 
-def during(step: Callable[[], float], seconds: float) -> float:
-    """What steps add up to that are done for at least that time."""
-    until, done = time.perf_counter() + seconds, step()
-    while time.perf_counter() < until:
+def a_second(work: Callable[[], float]) -> float:
+    """How much of what `work()` returns is done in a second of it."""
+    began = time.perf_counter()
+    done = work()
+    return done / (time.perf_counter() - began)
+
+
+def during(step: Callable[[], float], is_over: Callable[[], bool]) -> float:
+    """What steps add up to, one at least, until that is so."""
+    done = step()
+    while not is_over():
         done += step()
     return done
 
 
+def within(seconds: float) -> Callable[[], bool]:
+    """Whether so many have passed since."""
+    until = time.perf_counter() + seconds
+    return lambda: time.perf_counter() >= until
+
+
 def beside(step: Callable[[], float], work: Callable[[], float]) -> tuple[float, float]:
-    """What `work()` returns, and what steps add up to that another thread does meanwhile."""
-    over, done = threading.Event(), [0.0]
+    """How much `work()` does in a second, and steps that another thread does meanwhile.
 
-    def steps() -> None:
-        while not over.is_set():
-            done[0] += step()
-
-    thread = threading.Thread(target=steps)
-    thread.start()
-    try:
-        worked = work()
-    finally:
-        over.set()
-        thread.join()
-    return worked, done[0]
+    Each in its own time: the last step ends behind the work. What either raises is raised.
+    """
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        steps = pool.submit(lambda: a_second(lambda: during(step, over.is_set)))
+        try:
+            worked = a_second(work)
+        finally:
+            over.set()
+        return worked, steps.result()
 
 
 class Copies:
@@ -207,17 +218,17 @@ class Copies:
         self._host = torch.ones(count, piece, dtype=torch.uint8).pin_memory()
         self._gpu = torch.empty(8, piece, dtype=torch.uint8, device="cuda")
 
-    def window(self, seconds: float) -> int:
+    def window(self, seconds: float) -> float:
         """Bytes copied in at least that time."""
-        until, copied = time.perf_counter() + seconds, 0
-        while time.perf_counter() < until:
-            with self._torch.cuda.stream(self._stream):
-                for index, piece in enumerate(self._host):
-                    self._gpu[index % 8].copy_(piece, non_blocking=True)
-                self._copied.record()
-            self._copied.synchronize()
-            copied += self._host.numel()
-        return copied
+        return during(self._copy, within(seconds))
+
+    def _copy(self) -> int:
+        with self._torch.cuda.stream(self._stream):
+            for index, piece in enumerate(self._host):
+                self._gpu[index % 8].copy_(piece, non_blocking=True)
+            self._copied.record()
+        self._copied.synchronize()
+        return int(self._host.numel())
 
 
 class Windows:
@@ -228,9 +239,9 @@ class Windows:
 
         reader = Reader()
         read, compute = reader.read, reader.compute()
-        # Each measures metrics, as so much that was done in `seconds` or longer.
+        # Each measures metrics, for `seconds` or longer.
         self._works: list[Callable[[float], Mapping[str, float]]] = [
-            lambda seconds: {"read_gb_per_s": during(read, seconds) / GB}
+            lambda seconds: {"read_gb_per_s": _rate(read, seconds) / GB}
         ]
         if torch.cuda.is_available():
             copies = Copies(piece)
@@ -243,19 +254,19 @@ class Windows:
                 copied, tflop = beside(compute, lambda: copies.window(seconds))
                 return {"computing_h2d_gb_per_s": copied / GB, "computing_tflop_per_s": tflop}
 
-            def sums(seconds: float) -> Mapping[str, float]:
+            def sums() -> float:
                 for _ in range(10):
                     memory.sum()
                 torch.cuda.synchronize()
-                return {"gpu_read_gb_per_s": 10 * memory.nbytes / GB}
+                return 10 * memory.nbytes
 
             self._works += [
-                lambda seconds: {"h2d_gb_per_s": copies.window(seconds) / GB},
+                lambda seconds: {"h2d_gb_per_s": a_second(lambda: copies.window(seconds)) / GB},
                 both,
                 computing,
-                sums,
+                lambda _: {"gpu_read_gb_per_s": a_second(sums) / GB},
             ]
-        self._works.append(lambda seconds: {"cpu_tflop_per_s": during(compute, seconds)})
+        self._works.append(lambda seconds: {"cpu_tflop_per_s": _rate(compute, seconds)})
         self._round(0.0)  # warm
 
     def sample(self, seconds: float, repeats: int) -> Figures:
@@ -266,13 +277,15 @@ class Windows:
         }
 
     def _round(self, seconds: float) -> dict[str, float]:
-        rates = {}
+        rates: dict[str, float] = {}
         for work in self._works:
-            began = time.perf_counter()
-            done = work(seconds)
-            passed = time.perf_counter() - began
-            rates |= {metric: much / passed for metric, much in done.items()}
+            rates |= work(seconds)
         return rates
+
+
+def _rate(step: Callable[[], float], seconds: float) -> float:
+    """What steps add up to in a second, by those of so many."""
+    return a_second(lambda: during(step, within(seconds)))
 
 
 def main() -> None:

@@ -153,24 +153,29 @@ def test_the_floor_of_a_prefill_is_the_longer_of_gpu_and_copies() -> None:
 def test_the_floor_of_a_prefill_knows_what_the_cpu_computes() -> None:
     """Copied at 9437184 / 50e9 s an expert, or computed, 256 rows of 9.4 MFLOP at 4 TFLOP/s."""
 
-    def floor(tokens: int, tflop: float) -> float:
+    def floor(tokens: int, *lanes: tuple[float, float]) -> float:
         return floors.prefill_ms(
-            QWEN,
-            **dict(tokens=tokens, chunk=8192, slots=26, both_gb_per_s=140),
-            **dict(h2d_gb_per_s=50, cpu_tflop_per_s=tflop),
+            QWEN, tokens=tokens, chunk=8192, slots=26, both_gb_per_s=140, lanes=lanes
         )
 
     copy, compute = 9437184 / 50e9, 256 * 6 * 2048 * 768 / 4e12
     both = 1e3 * 24 * 102 / (1 / copy + 1 / compute)
-    assert floor(4096, 4) == pytest.approx(both, rel=1e-6)
-    assert floor(4096, 4) < 1e3 * 24 * 102 * copy
-    assert floor(8192, 4) > floor(4096, 4), "each expert has more rows"
-    assert floor(8192, 1e-9) == pytest.approx(1e3 * 24 * 102 * copy, rel=1e-6), "all is copied"
-    assert floor(512, 4) == pytest.approx(1e3 * 24 * 102 * 9437184 / 140e9, rel=1e-2), "few rows"
+    assert floor(4096, (50, 4)) == pytest.approx(both, rel=1e-6)
+    assert floor(4096, (50, 4)) < 1e3 * 24 * 102 * copy
+    assert floor(8192, (50, 4)) > floor(4096, (50, 4)), "each expert has more rows"
+    assert floor(8192, (50, 1e-9)) == pytest.approx(1e3 * 24 * 102 * copy, rel=1e-6), (
+        "all is copied"
+    )
+    # Where computing costs the bus more than it adds, all is copied with the CPU idle.
+    assert floor(4096, (50, 0), (30, 4)) == pytest.approx(1e3 * 24 * 102 * copy, rel=1e-6)
+    assert floor(4096, (50, 0), (40, 4), (0, 60)) == pytest.approx(floor(4096, (0, 60)), rel=1e-6)
+    assert floor(512, (50, 4)) == pytest.approx(1e3 * 24 * 102 * 9437184 / 140e9, rel=1e-2), (
+        "few rows"
+    )
 
 
-def test_the_floor_of_a_prefill_is_of_rates_while_both_lanes_run() -> None:
-    measured = {
+def test_the_floor_of_a_prefill_is_of_the_lanes_alone_or_both_at_once() -> None:
+    measured: dict[str, float | None] = {
         "both_gb_per_s": 140.0,
         **{"h2d_gb_per_s": 60.0, "cpu_tflop_per_s": 8.0},
         **{"computing_h2d_gb_per_s": 50.0, "computing_tflop_per_s": 4.0},
@@ -182,11 +187,22 @@ def test_the_floor_of_a_prefill_is_of_rates_while_both_lanes_run() -> None:
         def value(self, contestant: str, metric: str, **keys: object) -> float | None:
             return measured.get(metric) if contestant == "machine" else None
 
-    assert latency._floor(Measured(), Cell("uniform", tokens=4096), 8192) == floors.prefill_ms(
-        QWEN,
-        **dict(tokens=4096, chunk=8192, slots=26, both_gb_per_s=140),
-        **dict(h2d_gb_per_s=50, cpu_tflop_per_s=4),
-    )
+    def expected(*lanes: tuple[float, float]) -> float:
+        return floors.prefill_ms(
+            QWEN, tokens=4096, chunk=8192, slots=26, both_gb_per_s=140, lanes=lanes
+        )
+
+    def found(routing: str = "uniform") -> float | str:
+        return latency._floor(Measured(), Cell(routing, tokens=4096), 8192)
+
+    assert found() == expected((50, 4)) < expected((60, 0), (0, 8))
+    measured["computing_h2d_gb_per_s"] = 20.0
+    assert found() == expected((60, 0))
+    measured["computing_tflop_per_s"] = None
+    assert found() == expected((60, 0))
+    measured["cpu_tflop_per_s"] = 80.0
+    assert found() == expected((0, 80))
+    assert found("model") == "what is missed under routing model is not known beforehand"
 
 
 def test_the_floor_of_routings_in_turns_is_their_mean() -> None:

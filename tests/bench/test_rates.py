@@ -28,8 +28,32 @@ def test_what_is_done_beside_other_work_is_counted() -> None:
         time.sleep(0.3)
         return 7
 
-    assert rates.beside(read, work) == (7, sum(reads))
+    began = time.perf_counter()
+    worked, read_a_second = rates.beside(read, work)
+    assert 7 / (time.perf_counter() - began) <= worked <= 7 / 0.3
     assert len(reads) >= 1
+    assert sum(reads) / (time.perf_counter() - began) <= read_a_second
+
+
+def test_each_of_two_works_is_timed_by_itself() -> None:
+    """A step that goes on when the other work is done takes nothing from that one's rate."""
+
+    def step() -> float:
+        time.sleep(0.4)
+        return 8.0
+
+    def work() -> float:
+        time.sleep(0.1)
+        return 3.0
+
+    worked, stepped = rates.beside(step, work)
+    assert 3 / 0.2 <= worked <= 3 / 0.1
+    assert 8 / 0.6 <= stepped <= 8 / 0.4
+
+
+def test_a_step_that_fails_beside_other_work_is_no_rate() -> None:
+    with pytest.raises(ZeroDivisionError):
+        rates.beside(lambda: 1 / 0, lambda: 1.0)
 
 
 def test_other_work_that_fails_ends_what_is_beside_it() -> None:
@@ -71,9 +95,9 @@ def test_steps_are_done_for_as_long_as_is_asked() -> None:
         return 3
 
     began = time.perf_counter()
-    assert rates.during(step, 0.01) == sum(steps)
+    assert rates.during(step, rates.within(0.01)) == sum(steps)
     assert time.perf_counter() - began >= 0.01
-    assert rates.during(step, 0.0) == 3, "one at least"
+    assert rates.during(step, rates.within(0.0)) == 3, "one at least"
 
 
 def test_the_measuring_process_has_the_cpus_that_it_is_given() -> None:

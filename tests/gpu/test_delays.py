@@ -86,6 +86,7 @@ class Model:
         self.lane = CpuLane(engine, max_layers=LAYERS, max_tokens=MOST, device=DEVICE)
         self.side = SideStream(DEVICE)
         self.layers = []
+        self.slots: list[dict[str, torch.Tensor]] = []
         for number, (shard, _) in enumerate(experts()):
             host = {name: on_host(tensor) for name, tensor in shard.items()}
             slots = {
@@ -110,6 +111,7 @@ class Model:
             for listed in (layer.step.fetches, layer.step.promoted):
                 listed.zero_()
             self.layers.append(layer)
+            self.slots.append(slots)
         shape = (STEPS, LAYERS, tokens)
         self.x = torch.zeros(*shape, SPEC.hidden, device=DEVICE)
         self.ids = torch.zeros(*shape, TOP_K, dtype=torch.int32, device=DEVICE)
@@ -328,3 +330,36 @@ def test_without_a_wait_it_is_noticed(
     model.close()
     print(f"\n{mode}, {without.__name__}, {delay}: {worst:.1e}")
     assert worst > FLOOR
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_a_step_that_did_not_end_has_promoted_is_waited_for(
+    waits: bool, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its layers the first alone was computed. Then slots are read by its table."""
+    model, rng = Model(engine, "hybrid", MOST), np.random.default_rng(0)
+    layer = model.layers[0]
+    for _ in range(2):  # kernels are compiled
+        model.draw(rng)
+        model.lane.wake()
+        model.launch()
+    model.draw(rng)
+    before = layer.read_counters().promoted
+    model.lane.wake()
+    with late("fetches are late", monkeypatch, engine):
+        layer.forward(model.x[0, 0], model.weights[0, 0], model.ids[0, 0])
+        if waits:
+            model.side.join_all()
+        slots = {name: tensor.clone() for name, tensor in model.slots[0].items()}
+        slot_of = layer.step.slot_of.tolist()
+    torch.cuda.synchronize()
+    assert layer.read_counters().promoted > before
+    host, _ = experts()[0]
+    are_right = [
+        torch.equal(slots[name][slot].cpu(), tensor[expert])
+        for expert, slot in enumerate(slot_of[:EXPERTS])
+        for name, tensor in host.items()
+        if slot >= 0
+    ]
+    model.close()
+    assert all(are_right) == waits

@@ -71,22 +71,86 @@ def test_totals_are_sums_over_layers_but_for_steps_and_tokens() -> None:
         assert got.misses == 18
 
 
+class Side:
+    """Counts how often all that runs beside the steps is waited for."""
+
+    joined = 0
+
+    def join_all(self) -> None:
+        self.joined += 1
+
+
+def a_runtime(**layers: Any) -> OffloadRuntime:
+    """With these layers, and nothing else."""
+    runtime = OffloadRuntime.__new__(OffloadRuntime)
+    runtime.config = SimpleNamespace(mode="cache")  # type: ignore[assignment]
+    runtime.prefetch = runtime._share = runtime._streaming = runtime._reporter = None
+    runtime._side_stream, runtime._is_under_way = Side(), False  # type: ignore[assignment]
+    modules = {name: SimpleNamespace(offload=layer) for name, layer in layers.items()}
+    runtime._modules = modules  # type: ignore[assignment]
+    return runtime
+
+
+def test_what_a_step_that_did_not_end_has_begun_is_waited_for_before_the_next_one() -> None:
+    """Its layers' tables say that what it copies is in slots, which a streamed step reads."""
+    runtime = a_runtime()
+    side: Any = runtime._side_stream
+    for _ in range(3):
+        runtime.wake()
+        runtime.check()
+    assert side.joined == 0
+    runtime.wake()
+    for interrupted in (1, 2):
+        runtime.wake()
+        assert side.joined == interrupted
+    runtime.check()
+    runtime.wake()
+    assert side.joined == 2
+    runtime._side_stream = None
+    runtime.wake()
+
+
+class Slots:
+    """Of a layer, that can be exchanged; `ends`: what exchanging them the first time raises."""
+
+    def __init__(self, side: Side, ends: BaseException | None = None) -> None:
+        self.num_slots, self._side, self._ends = 4, side, ends
+
+    def check_resize(self, count: int) -> None: ...
+
+    def resize(self, count: int) -> None:
+        assert self._side.joined == 1, "copies into the old slots may be under way"
+        self.num_slots = count
+        if self._ends is not None:
+            ends, self._ends = self._ends, None
+            raise ends
+
+
+@pytest.mark.parametrize("ends", [MemoryError("9 slots"), KeyboardInterrupt()])
+def test_all_layers_get_other_slots_or_none(ends: BaseException) -> None:
+    side = Side()
+    runtime = a_runtime(a=Slots(side), b=Slots(side, ends), c=Slots(side))
+    runtime._side_stream = side  # type: ignore[assignment]
+    with pytest.raises(type(ends)):
+        runtime.resize(9)
+    assert {layer.num_slots for layer in runtime._layers().values()} == {4}  # type: ignore[attr-defined]
+    side.joined = 0
+    runtime.resize(9)
+    assert {layer.num_slots for layer in runtime._layers().values()} == {9}  # type: ignore[attr-defined]
+
+
 def test_nothing_is_read_while_slots_are_exchanged(tmp_path: Path) -> None:
     """What a layer counts in is then in two places for a moment."""
     reads: list[int] = []
-    runtime = OffloadRuntime.__new__(OffloadRuntime)
-    runtime.config = SimpleNamespace(mode="cache")  # type: ignore[assignment]
-    runtime._share = None
 
     def read() -> Totals:
         reads.append(len(sizes))
         return Totals()
 
-    runtime._reporter = Reporter(read, tmp_path)
     threads: list[threading.Thread] = []
     sizes: list[int] = []
 
-    class Slots:
+    class Exchanged:
         num_slots = 4
 
         def check_resize(self, count: int) -> None: ...
@@ -100,8 +164,8 @@ def test_nothing_is_read_while_slots_are_exchanged(tmp_path: Path) -> None:
                 raise MemoryError("9 slots")
             self.num_slots = count
 
-    modules = {name: SimpleNamespace(offload=Slots()) for name in "ab"}
-    runtime._modules = modules  # type: ignore[assignment]
+    runtime = a_runtime(a=Exchanged(), b=Exchanged())
+    runtime._reporter = Reporter(read, tmp_path)
     with pytest.raises(MemoryError, match="9 slots"):
         runtime.resize(9)
     for thread in threads:

@@ -273,17 +273,20 @@ def test_after_a_step_that_was_interrupted_anywhere_the_next_ones_are_right(
 def test_after_a_resize_that_was_interrupted_anywhere_steps_are_right(
     num_slots: int, engine: CpuExpertEngine
 ) -> None:
-    """There are as many slots as before then, or as many as were asked for."""
+    """As many slots as before are there, or as many as were asked for; no step counts twice."""
     for interruption in interruptions(least=8):
         case = Case(engine, 9, 4, "lru", seed=interruption.number)
         case.step(3)
+        counted = case.layer.counters
         calls = [
-            *((case.layer, name) for name in ("_allocate", "_make_resident")),
+            *((case.layer, name) for name in ("_allocate", "_make_resident", "_count")),
             *((HostSlotCache, "fetch"), (DeviceStep, "read_into"), (DeviceStep, "take_over")),
+            *((torch, "zeros_like"), (case.layer._passed, "zero_")),
         ]
         with interruption.of(*calls):
             case.layer.resize(num_slots)
         assert case.layer.num_slots in (4, num_slots)
+        assert case.layer.counters == counted
         for rows in (3, MOST):
             case.step(rows)
 

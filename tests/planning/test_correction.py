@@ -144,15 +144,25 @@ def test_one_reading_that_is_far_off_is_forgotten(lane: str, mean: float) -> Non
 @pytest.mark.parametrize("mean", [1.0, 2.0])
 def test_a_lane_that_got_nothing_is_tried_again(mean: float) -> None:
     """What it was slow for is over, and by its rates nothing would ever be left to it."""
-    rng, rates = np.random.default_rng(1), H200.scaled(1.0, 1 / 16)
+    rng, rates, trials = np.random.default_rng(1), H200.scaled(1.0, 1 / 16), LaneTrials()
     assert fetch_limits(rates, 6).tolist() == list(range(7))
     for _ in range(40):
         _, use = serve(H200, fetch_limits(rates, EXPERTS), drawn(rng, mean))
-        rates = correct_rates(rates, H200, use)
+        rates = trials.correct(rates, H200, use)
     assert rates.cpu >= H200.cpu / 1.2
     # Where neither did anything nothing is known.
     idle = H200.scaled(1.0, 1 / 16)
-    assert astuple(correct_rates(idle, H200, LaneUse())) == pytest.approx(astuple(idle))
+    assert astuple(LaneTrials().correct(idle, H200, LaneUse())) == pytest.approx(astuple(idle))
+
+
+@pytest.mark.parametrize("slower", [5, 10, 20, 50])
+@pytest.mark.parametrize("mean", [1.0, 2.0, 6.0])
+def test_trying_a_lane_that_has_become_slow_costs_next_to_nothing(
+    slower: float, mean: float
+) -> None:
+    """Once its trials have shown that it stays so."""
+    times = served(H200.scaled(1.0, 1 / slower), H200, mean, 2000)
+    assert np.mean(times[200:]) < 1.03
 
 
 def test_no_lane_leaves_what_was_measured_by_more_than_16() -> None:
@@ -208,8 +218,9 @@ def test_a_lane_is_tried_less_often_the_more_often_it_did_not_pay() -> None:
         assert is_used or rates.cpu <= before.cpu * 1.11
     waits = np.diff([at for at in tried if at - 1 not in tried])
     assert tried[0] < 30
-    assert len(waits) >= 5
+    assert len(waits) >= 6
     assert all(later >= 1.4 * sooner or later > 500 for sooner, later in pairwise(waits))
+    assert max(waits) < 540
     assert not any(trials.correct(measured, measured, LaneUse()) != measured for _ in range(99))
 
 
@@ -237,3 +248,78 @@ def test_what_a_trial_has_shown_is_kept() -> None:
     for _ in range(400):
         rates = trials.correct(rates, measured, alone)
         assert rates.cpu >= learned * measured.cpu * (1 - 1e-9)
+
+
+ALONE = LaneUse(fetched=51.0, fetch_seconds=1.0)
+SHOWN = replace(ALONE, computed=H200.cpu_beside_fetch, cpu_seconds=1.0)
+
+
+class Lane:
+    """The CPU, whose level follows from what it and the bus do; one reading a call."""
+
+    def __init__(self, level: float) -> None:
+        self.rates, self.trials = H200.scaled(1.0, level), LaneTrials()
+
+    def after(self, use: LaneUse, readings: int = 1) -> float:
+        for _ in range(readings):
+            self.rates = self.trials.correct(self.rates, H200, use)
+        return self.rates.cpu / H200.cpu
+
+    def untried(self, use: LaneUse = ALONE) -> int:
+        """For how many such readings the level stays, until it is raised."""
+        for reading in range(2000):
+            before = self.after(LaneUse())
+            if self.after(use) > before:
+                return reading
+        raise AssertionError("never tried")
+
+
+def test_a_lane_believed_slower_than_measured_is_tried_at_once_others_later() -> None:
+    assert Lane(0.5).untried() == 0
+    assert Lane(1.0).untried() == Lane(3.0).untried() == 15
+
+
+def test_readings_in_which_nothing_is_served_or_the_lane_is_used_begin_no_trial() -> None:
+    idle = Lane(1.0)
+    idle.after(LaneUse(), 100)
+    assert idle.untried() == 15
+    used = Lane(1.0)
+    for _ in range(9):
+        assert used.after(ALONE, 15) == 1.0
+        assert used.after(SHOWN) == 1.0
+    assert Lane(1.0).after(replace(SHOWN, fetched=0.0, fetch_seconds=0.0), 100) == 1.0
+
+
+@pytest.mark.parametrize(("used", "is_kept"), [(1, False), (3, False), (4, True), (9, True)])
+def test_a_trial_pays_from_four_readings_with_something_to_do_on(used: int, is_kept: bool) -> None:
+    """As slow as it was believed when it began, it is that again; what has paid is kept."""
+    lane = Lane(0.25)
+    lane.after(ALONE, 8)
+    shown = lane.after(SHOWN, used)
+    assert 0.5 < shown <= 1.2
+    assert lane.after(LaneUse()) == pytest.approx(shown)
+    after = lane.after(ALONE)
+    if is_kept:
+        assert after >= shown
+    else:
+        assert after == pytest.approx(0.25)
+        assert lane.untried() == 31
+
+
+def test_what_a_lane_does_by_itself_is_something_to_do_too() -> None:
+    lane = Lane(0.25)
+    lane.after(ALONE, 8)
+    assert lane.after(replace(SHOWN, fetched=0.0, fetch_seconds=0.0, cpu_seconds=0.2), 4) > 1.0
+    assert lane.untried() == 15, "the trial is over"
+
+
+def test_a_trial_that_pays_lets_the_next_one_come_soon() -> None:
+    lane = Lane(0.25)
+    for _ in range(4):
+        lane.after(ALONE, lane.untried() + 8)
+        lane.after(replace(SHOWN, cpu_seconds=4.0))
+    assert lane.untried() > 200, "four have failed"
+    lane.after(ALONE, 9)
+    level = lane.after(SHOWN, 9)
+    assert level == pytest.approx(1.0, rel=0.2)
+    assert lane.untried() == (0 if level < 1.0 else 15)

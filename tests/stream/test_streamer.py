@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.interrupted import interruptions
 from tests.stream.machine import DELAYS, HostLane, LateLane, LateStreamer, LateTail, Machine
 from vllm_moe_offload.errors import CpuLaneError
 from vllm_moe_offload.experts import ExpertLayout, TensorSpec
@@ -289,6 +290,44 @@ def test_a_step_that_nobody_went_on_with_is_waited_for_and_forgotten() -> None:
         tail.finish()
 
 
+def test_a_computation_whose_wait_was_interrupted_is_waited_for_by_the_next_step() -> None:
+    """It writes to memory that the next one's sum will be in, and says that one is there."""
+
+    class Slow:
+        is_done = False
+
+        def begin(self, *given: Any) -> Any:
+            self.is_done = False
+            return self
+
+        def wait(self, timeout: float | None = None) -> float:
+            self.is_done = True
+            return 0.0
+
+    tail, cpu = CpuTail(TailRates(1.0, 0.1, 0.0)), Slow()
+    given = torch.zeros(2, 4), torch.ones(2, 1), torch.arange(2, dtype=torch.int32)[:, None]
+    for interruption in interruptions(least=2):
+        tail.start("layer", cpu, tail.read(*given), np.arange(3, dtype=np.int32))
+        tail._is_joined = True
+        with interruption.of((cpu, "wait")):
+            tail.finish()
+        cpu.is_done = cpu.is_done and not interruption.has_come
+        tail.read(*given)
+        assert cpu.is_done
+        tail.finish()
+
+
+def test_of_a_disturbed_layer_no_more_is_copied_ahead_than_for_as_long_as_all_take() -> None:
+    """Else a layer that waited for seconds, compiling say, keeps the CPU out for many steps."""
+    tail = CpuTail(TailRates(copy=1e-3, cpu=1e-3, cpu_row=0.0), corrects=True)
+    ids = torch.arange(6, dtype=torch.int32)[:, None]
+    tail.begin(6)
+    step = tail.read(torch.zeros(6, 4), torch.ones(6, 1), ids)
+    tail.choose(step, np.arange(2, 6), 6, 8, ahead=2, seconds=5.0)
+    tail.went_on(5.0)
+    assert tail.ahead(100, 8) == 6
+
+
 @pytest.mark.parametrize(("expert_bytes", "count"), [(8, 3), (16, 4)])
 def test_larger_experts_are_split_by_what_they_take(expert_bytes: int, count: int) -> None:
     """Copied and computed at the same rate. Four were begun as long ago as four small ones take.
@@ -380,7 +419,8 @@ def test_as_much_is_copied_ahead_as_its_routing_takes(
     tail.begin(512)
     assert tail.ahead(30, 8) == tail.ahead(30, 16) == 10
     ids = torch.arange(20, dtype=torch.int32)[:, None]
-    tail.read(torch.zeros(20, 4), torch.ones(20, 1), ids)
+    step = tail.read(torch.zeros(20, 4), torch.ones(20, 1), ids)
+    tail.choose(step, np.arange(10, 30), 30, 8, ahead=10, seconds=2.5)
     clock = 2.0
     tail.went_on(2.5)
     assert tail.ahead(30, 8) == (5 if corrects else 10)

@@ -115,6 +115,14 @@ class SideStream:
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._followed)
 
+    def join_all(self) -> None:
+        """Let the current stream wait for all that was launched, outside of captures.
+
+        What an error has ended may not have come to the joins that were due.
+        """
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
 
 class Stopwatch:
     """Times what is launched on the current stream between `start` and `stop`.

@@ -98,6 +98,8 @@ class OffloadRuntime:
         self._views: dict[str, EngineView] = {}
         self._cpu_lanes: dict[str, EngineLane] = {}
         self._side_stream: SideStream | None = None
+        # Whether a step has begun that has not come to its end.
+        self._is_under_way = False
         # Layers behind which a step may end.
         self._ends: set[str] = set()
         # On a GPU, from its first layer on.
@@ -429,8 +431,12 @@ class OffloadRuntime:
     def wake(self) -> None:
         """Before a step is launched: the CPU lane watches for its requests, if it will ask any.
 
-        And vLLM's offloader is this engine's, whichever other one the process has.
+        And vLLM's offloader is this engine's, whichever other one the process has. Of a step that
+        an error has ended copies into slots may be under way, which nothing has waited for.
         """
+        if self._is_under_way:
+            self._join_copies()
+        self._is_under_way = True
         if self.prefetch is not None:
             self.prefetch.begin()
         if self._share is not None and self._asks:
@@ -447,6 +453,12 @@ class OffloadRuntime:
             self._streaming.check()
         if self.prefetch is not None:
             self.prefetch.end()
+        self._is_under_way = False
+
+    def _join_copies(self) -> None:
+        """Let what is launched next come behind all copies into slots."""
+        if self._side_stream is not None:
+            self._side_stream.join_all()
 
     def check_lane(self) -> None:
         """Before a step's output is used, by any thread: CpuLaneError when the lane has failed."""
@@ -488,6 +500,7 @@ class OffloadRuntime:
             )
         for layer in layers:
             layer.check_resize(slots_per_layer)
+        self._join_copies()  # an error may have ended the last step
         reporting = self._reporter.waiting() if self._reporter else contextlib.nullcontext()
         try:
             with reporting:

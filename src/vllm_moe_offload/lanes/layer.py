@@ -210,11 +210,12 @@ class OffloadedLayer:
             self._residency = Residency(self.num_experts, num_slots, self._policy)
         if self.captured is not None:
             self.captured.step.read_into(self._residency)
-        self._counted, self._decided = self._count()
-        self._passed.zero_()
-        before = self.num_slots
-        # Freed before the new slots are allocated: both may not fit.
-        self._slots = None
+        before, counts = self.num_slots, self._count()
+        with torch.inference_mode(False):
+            passed = torch.zeros_like(self._passed)
+        # At once, so that an interruption leaves nothing counted twice. The slots are freed before
+        # the new ones are allocated: both may not fit.
+        (self._counted, self._decided), self._passed, self._slots = counts, passed, None
         try:
             self._take(num_slots)
         except BaseException as error:

@@ -18,12 +18,13 @@ _MOST_AT_ONCE = 2.0
 # A lane is believed to be at most so many times as fast, or as slow, as it was measured: beside the
 # starts of other engines a CPU was measured at a sixth of what it has.
 _MOST = 16.0
-# A lane that is believed slower than it was measured, so that it got nothing to do, is believed so
-# much faster each time, until it gets something and shows what it does.
+# A lane that gets nothing to do and is tried is believed so much faster with each reading, until it
+# gets something and shows what it does.
 _PROBING = 1.1
-# One that gets nothing by what was measured either, which may be wrong itself, is tried after so
-# many readings, at first and at most: after twice as many each time that it did not pay. It pays
-# where the lane has something to do for so many of them.
+# One that is believed slower than it was measured is tried at once, one that gets nothing by what
+# was measured, which may be wrong itself, after so many readings; either after twice as many each
+# time that it did not pay, and so many at most. It pays where the lane has something to do for so
+# many of them.
 _AGAIN_FIRST, _AGAIN_LAST = 16, 512
 _PAYS_AFTER = 4
 # A lane that was busy for less than this is not judged by it.
@@ -49,28 +50,23 @@ def correct_rates(rates: LaneRates, measured: LaneRates, use: LaneUse) -> LaneRa
     What a lane took is compared with what it would have taken by `rates`, the lanes beside each
     other as far as they could be. Both rates of a lane are scaled by one factor, so that how much
     the lanes slow each other down stays as `measured`. A lane that is about as expected, or was
-    hardly used, keeps its rates, and none leaves `measured` by more than a factor of 16. But one
-    that had nothing to do beside the other, because it was slow, comes back to what was measured.
+    hardly used, keeps its rates, and none leaves `measured` by more than a factor of 16.
     """
     beside = min(use.fetched / rates.fetch_beside_cpu, use.computed / rates.cpu_beside_fetch)
     fetch = beside + (use.fetched - beside * rates.fetch_beside_cpu) / rates.fetch
     cpu = beside + (use.computed - beside * rates.cpu_beside_fetch) / rates.cpu
     bus_level = corrected_level(rates.fetch / measured.fetch, fetch, use.fetch_seconds)
     cpu_level = corrected_level(rates.cpu / measured.cpu, cpu, use.cpu_seconds)
-    if use.cpu_seconds < LEAST_SECONDS <= use.fetch_seconds:
-        cpu_level = _probed(cpu_level)
-    if use.fetch_seconds < LEAST_SECONDS <= use.cpu_seconds:
-        bus_level = _probed(bus_level)
     return measured.scaled(bus_level, cpu_level)
 
 
 class LaneTrials:
     """Corrects rates as `correct_rates`, and now and then tries a lane that gets nothing to do.
 
-    Such a lane shows nothing: measured too slow by more than the other lane is faster, it would be
-    left out for ever. So it is believed faster and faster until it gets something; what it then
-    shows is believed as always, and if that leaves it without anything again, it is believed as
-    little as before.
+    Such a lane shows nothing: slower for a while than it was measured, or measured too slow by more
+    than the other lane is faster, it would be left out for ever. So it is believed faster and
+    faster until it gets something; what it then shows is believed as always, and if that leaves it
+    without anything again, it is believed as little as before.
     """
 
     def __init__(self) -> None:
@@ -88,11 +84,15 @@ class LaneTrials:
 
 
 class _Trial:
-    """Of one lane. `_before`: its level when it was last let be; `_used`: for how many readings."""
+    """Of one lane. `_before`: its level when it was last let be; `_used`: for how many readings.
+
+    `_again`: after so many readings the next one begins; None: the last one paid, or none was.
+    """
 
     def __init__(self) -> None:
         self._is_on = False
-        self._waited, self._again = 0, _AGAIN_FIRST
+        self._waited = 0
+        self._again: int | None = None
         self._before, self._used = 1.0, 0
 
     def level(self, level: float, is_used: bool, is_other_used: bool) -> float:
@@ -101,20 +101,20 @@ class _Trial:
             return level  # nothing is served
         if not self._is_on:
             self._waited = 0 if is_used else self._waited + 1
-            if self._waited < self._again:
+            if self._waited < (self._again or (1 if level < 1.0 else _AGAIN_FIRST)):
                 return level
             self._is_on, self._before, self._used = True, level, 0
         if is_used:
             self._used += 1
             if self._used == _PAYS_AFTER:
-                self._end(_AGAIN_FIRST)
+                self._end(None)
             return level
         if self._used == 0 and level < _MOST:
             return min(level * _PROBING, _MOST)
-        self._end(min(2 * self._again, _AGAIN_LAST))
+        self._end(min(2 * (self._again or _AGAIN_FIRST), _AGAIN_LAST))
         return self._before
 
-    def _end(self, again: int) -> None:
+    def _end(self, again: int | None) -> None:
         self._is_on, self._waited, self._again = False, 0, again
 
 
@@ -130,7 +130,3 @@ def corrected_level(level: float, expected: float, seconds: float) -> float:
         return level
     step = np.clip(off**_DAMPING, 1 / _MOST_AT_ONCE, _MOST_AT_ONCE)
     return float(np.clip(level * step, 1 / _MOST, _MOST))
-
-
-def _probed(level: float) -> float:
-    return max(level, min(level * _PROBING, 1.0))

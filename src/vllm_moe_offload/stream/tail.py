@@ -145,7 +145,9 @@ class CpuTail:
         assert self._read_at is not None, "read comes first"
         if self._corrects:
             host = time.perf_counter() - self._read_at
-            self._copies_ahead.took(self._rows, seconds + host)
+            # What was later than all copies may have been disturbed, and asks for no more than all.
+            every = self._missing * self._measured.copy
+            self._copies_ahead.took(self._rows, min(seconds + host, every))
 
     def read(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> OnHost:
         """Waits for ids and weights, and for what comes before them; raises as `finish`."""
@@ -248,10 +250,11 @@ class CpuTail:
         """
         if self._computing is None:
             return
-        computing, self._computing = self._computing, None
+        # An interrupted wait leaves it to the next one: it writes to what the next layer's would.
         try:
-            seconds = computing.wait(_TIMEOUT + _SLACK * self._promised)
+            seconds = self._computing.wait(_TIMEOUT + _SLACK * self._promised)
         except Exception as error:
+            computing, self._computing = self._computing, None
             if isinstance(error, TimeoutError):
                 computing.abandon()
                 assert self._done is not None
@@ -260,6 +263,7 @@ class CpuTail:
                 f"{self._layer}: the CPU's part of a streamed step has failed: {error}. The step "
                 "has no output: restart the engine"
             ) from error
+        self._computing = None
         self.times.computed += seconds
         self._taken += seconds
         self._expected += self._promised
