@@ -535,9 +535,9 @@ class Session:
             "enforce_eager": self.options.eager,
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": int(self.options.kv_gib * 2**30),
-            # All sizes are given, but for one that is to find that everything fits: what the others
-            # take while it loads is counted as its own, so that an equal share would be too little.
-            "gpu_memory_utilization": min(0.9, 1.2 / self.options.together),
+            # What others take on the GPU counts as an engine's own, and has to be free of what is
+            # asked for here too.
+            "gpu_memory_utilization": 0.9 if self.options.together == 1 else 0.5,
             "seed": 0,
         }
 

@@ -337,7 +337,7 @@ def test_what_a_step_that_did_not_end_has_promoted_is_waited_for(
     waits: bool, engine: CpuExpertEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of its layers the first alone was computed. Then slots are read by its table."""
-    model, rng = Model(engine, "hybrid", MOST), np.random.default_rng(0)
+    model, rng = Model(engine, "hybrid", 1), np.random.default_rng(0)
     layer = model.layers[0]
     for _ in range(2):  # kernels are compiled
         model.draw(rng)
