@@ -360,11 +360,16 @@ class Session:
                     self._begin(name, part, engine, i % self.options.gpus)
                     for i, name in enumerate(together)
                 ]
-                self._await_start(attempts)
-                with self.turn():
-                    self._measure(attempts, part, around)
-                for attempt in attempts:
-                    self.add(self._finish(attempt))
+                try:
+                    self._await_start(attempts)
+                    with self.turn():
+                        self._measure(attempts, part, around)
+                except BaseException:
+                    self._ends = time.monotonic()  # what has been measured is kept
+                    raise
+                finally:
+                    for attempt in attempts:
+                        self.add(self._finish(attempt))
         keys = self.common()
         self.add(rates.rows(self.run, rates.pooled(self._samples), **keys))
         for cell in cells:

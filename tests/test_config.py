@@ -253,6 +253,8 @@ def test_an_unknown_variable_is_an_error() -> None:
         ("VLLM_MOE_OFLOAD_MODE", "MODE"),
         ("VLM_MOE_OFFLOAD_CPU_THREADS", "CPU_THREADS"),
         ("VLLM_MOE_OFFLAOD_ISA", "ISA"),
+        ("MOE_OFFLOAD_SLOTS_PER_LAYER", "SLOTS_PER_LAYER"),
+        ("moe_offload_mode", "MODE"),
     ):
         message = rf"{name} is no setting \(did you mean VLLM_MOE_OFFLOAD_{meant}\?\); those"
         with pytest.raises(ConfigError, match=message):
@@ -266,6 +268,8 @@ def test_vllms_own_variables_are_left_alone() -> None:
         "VLLM_MLA_OFFLOAD_NUM_IN_GROUP",
         "VLLM_OFFLOAD_SLOTS_PER_LAYER",
         "VLLM_MOE_OFLOAD_NOTHING_LIKE_IT",  # another's, for all that is known
+        "MOE_OFFLOAD_METRICS_DIR",  # of this package, and no setting
+        "MODE",
     )
     assert OffloadConfig.resolve({}, dict.fromkeys(names, "1")) is None
 
@@ -361,6 +365,21 @@ def test_words_of_any_plugin_are_left_to_it() -> None:
     assert OffloadConfig.resolve(others, {}) is None
     config = OffloadConfig.resolve({**others, "moe_offload": {"policy": "lru"}}, {})
     assert config == OffloadConfig(policy="lru")
+
+
+@pytest.mark.parametrize("given", [{"mode": "cpu"}, {"policy": "lru", "params": ["mlp"]}])
+def test_what_might_be_meant_for_the_section_beside_it_is_said(
+    given: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = {"moe_offload": {"slots_per_layer": 3}}
+    assert OffloadConfig.resolve({**section, **given}, {}) == OffloadConfig(slots_per_layer=3)
+    (record,) = caplog.records
+    named = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    assert f"moe_offload: additional_config has {named} beside the section" in record.getMessage()
+    caplog.clear()
+    assert OffloadConfig.resolve(given, {}) is None
+    assert OffloadConfig.resolve({**section, "mode": "fast", "policy": 3}, {}) is not None
+    assert not caplog.records
 
 
 def test_vllm_plugins_without_this_plugin_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 ADDITIONAL_CONFIG_KEY = "moe_offload"
+# Below vLLM's, so that its log has it.
+_logger = logging.getLogger(f"vllm.{__name__}")
+
 ENVIRONMENT_PREFIX = "VLLM_MOE_OFFLOAD_"
 # Read by the expert engine itself (it also runs without vLLM), so not a setting of this model.
 ENGINE_VARIABLES = frozenset({"VLLM_MOE_OFFLOAD_ISA"})
@@ -408,7 +412,25 @@ def _section(additional_config: Any) -> dict[str, Any] | None:
             f"additional_config has {', '.join(map(repr, beside))}: settings of "
             f"{ADDITIONAL_CONFIG_KEY} stand in its section: {json.dumps(whole, default=str)}"
         )
-    return dict(section) if ADDITIONAL_CONFIG_KEY in additional_config else None
+    if ADDITIONAL_CONFIG_KEY not in additional_config:
+        return None
+    if read := [name for name, value in beside.items() if _is_one(name, value)]:
+        _logger.warning(
+            "moe_offload: additional_config has %s beside the section %r and not in it, where it "
+            "decides nothing here: move it there, unless it is another plugin's",
+            ", ".join(f"{name}={beside[name]!r}" for name in read),
+            ADDITIONAL_CONFIG_KEY,
+        )
+    return dict(section)
+
+
+def _is_one(name: str, value: Any) -> bool:
+    """Whether a setting of that name may have this value."""
+    try:
+        OffloadConfig.model_validate({name: value}, context=_ONE_OF_TWO_SOURCES)
+    except ValidationError:
+        return False
+    return True
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -431,14 +453,16 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_like_a_variable(name: str, known: list[str]) -> bool:
-    """Whether it has the prefix, or that but for a letter and then what is like a setting."""
+    """Whether it has the prefix, or that but for a letter or vLLM's part, and a setting's end."""
     if _has_prefix(name):
         return True
     length = len(ENVIRONMENT_PREFIX)
+    ends = [each[length:] for each in known]
+    if f"VLLM_{name.upper()}" in known:
+        return True
     start, rest = name[:length].upper(), name[length:].upper()
     if difflib.SequenceMatcher(None, start, ENVIRONMENT_PREFIX).ratio() < 0.9:
         return False
-    ends = [each[length:] for each in known]
     return bool(difflib.get_close_matches(rest, ends, n=1, cutoff=0.75))
 
 

@@ -49,6 +49,35 @@ def test_runs_that_share_a_folder_measure_when_all_are_there_and_one_at_a_time(
     assert all(begins.replace("begins", "ends") == ends for begins, ends in pairs), events
 
 
+def test_of_a_run_that_is_asked_to_end_what_was_measured_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_engines(tmp_path, monkeypatch)
+
+    class Machine:
+        sampled = 0
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def sample(self) -> dict[str, Any]:
+            self.sampled += 1
+            if self.sampled == 2:  # behind the first cell
+                sys.exit(143)
+            return dict.fromkeys(METRICS, [1.0] * 3)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(runner.rates, "Machine", Machine)
+    kept = tmp_path / "rows.json"
+    options, began = parsed("--together", "2", "--json", str(kept)), time.monotonic()
+    cells = [Cell("uniform", batch=1), Cell("uniform", batch=8)]
+    with pytest.raises(SystemExit, match="143"), runner.session("decode", options) as session:
+        session.compete(["vllm-uva", "vllm-gpu"], cells, {})
+    assert time.monotonic() - began < 20, "engines that wait for their turn are not waited for"
+    steps = [row for row in json.loads(kept.read_text()) if row["metric"] == "step_ms"]
+    assert [(row["batch"], row["value"]) for row in steps] == 2 * [(1, 2.0), (8, None)]
+
+
 def test_a_run_that_never_comes_is_not_waited_for(tmp_path: Path) -> None:
     session = Session.__new__(Session)
     session.options = Namespace(turns=tmp_path, runs=2, timeout=0.2)
@@ -121,19 +150,25 @@ for cell in (None, *order["cells"]):
 """
 
 
+def make_engines(folder: Path, patch: pytest.MonkeyPatch, fails: str = "", hangs: str = "") -> Path:
+    """Engines are such ones from now on; what they and the machine do is in the file returned."""
+    events, engine = folder / "events", folder / "engine"
+    (folder / "engine.py").write_text(ENGINE)
+    engine.write_text(f"#!/bin/sh\nexec {sys.executable} {folder / 'engine.py'}\n")
+    engine.chmod(0o755)
+    patch.setattr(sys, "executable", str(engine))
+    for name, value in (("EVENTS", str(events)), ("FAILS", fails), ("HANGS", hangs)):
+        patch.setenv(name, value)
+    return events
+
+
 @pytest.mark.parametrize(
     ("fails", "hangs"), [("", ""), ("gpu", ""), ("", "uva"), ("gpu", "uva")], ids=str
 )
 def test_engines_take_turns_cell_by_cell_and_the_machine_is_measured_around(
     fails: str, hangs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events, engine = tmp_path / "events", tmp_path / "engine"
-    (tmp_path / "engine.py").write_text(ENGINE)
-    engine.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'engine.py'}\n")
-    engine.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(engine))
-    for name, value in (("EVENTS", str(events)), ("FAILS", fails), ("HANGS", hangs)):
-        monkeypatch.setenv(name, value)
+    events = make_engines(tmp_path, monkeypatch, fails, hangs)
     asked: list[tuple[int, set[int]]] = []
     samples = iter(range(1, 9))
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_moe_offload.amounts import gib_for
 from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.planning import (
     LayerShape,
@@ -125,8 +126,11 @@ def test_slots_and_buffers_fit_into_what_there_is(
     )
     least = 150 if slots is None else 150 * slots
     if is_wanted and buffers + least > budget and buffers and not alone.fits:
-        with pytest.raises(MemoryShortError, match=r"two buffers for streamed layers need"):
+        with pytest.raises(MemoryShortError, match=r"two buffers for streamed layers need") as said:
             plan()
+        assert f"gpu_memory_gib={gib_for(buffers + least)} would do" in str(said.value)
+        budget = buffers + least
+        plan()  # that is enough
         return
     found, taken = plan()
     assert taken in (0, buffers)

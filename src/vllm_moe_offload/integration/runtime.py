@@ -520,10 +520,10 @@ class OffloadRuntime:
         """
         if not self._is_measured:
             raise ValueError(
-                "nothing is measured in this engine, so nothing can be again: without a GPU "
-                "nothing ever is; with one, the rates of the bus and the CPU are in the modes auto "
-                "and hybrid with fewer slots than experts, and the stream_threshold where it is "
-                "'auto'"
+                "nothing is measured in this engine that decides anything, so nothing can be "
+                "again: without a GPU nothing ever does; with one, the rates of the bus and the "
+                "CPU do in the modes auto and hybrid with fewer slots than experts, and the "
+                "stream_threshold where it is 'auto'"
             )
         if current_platform.is_cuda():
             torch.cuda.synchronize()

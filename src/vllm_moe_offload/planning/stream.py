@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vllm_moe_offload.amounts import amount
+from vllm_moe_offload.amounts import amount, gib_for
 from vllm_moe_offload.errors import MemoryShortError
 from vllm_moe_offload.planning.slots import LayerShape, SlotPlan, plan_slots
 
@@ -83,14 +83,12 @@ def plan_with_buffers(
     )
     if alone.fits or not buffer_bytes:
         return alone, 0
-    if slots_per_layer is not None:
-        taken = sum(
-            count * layer.expert_bytes for count, layer in zip(alone.slots, layers, strict=True)
-        )
-        slots, room = taken, budget_bytes - taken
-    else:
-        one_each = sum(layer.expert_bytes for layer in layers)
-        slots, room = budget_bytes - larger_bytes, budget_bytes - one_each
+    least = sum(
+        layer.expert_bytes * (1 if slots_per_layer is None else count)
+        for count, layer in zip(alone.slots, layers, strict=True)
+    )
+    slots = least if slots_per_layer is not None else budget_bytes - larger_bytes
+    room = budget_bytes - least
     if larger_bytes <= room and are_small(larger_bytes, slots):
         buffer_bytes = max(buffer_bytes, larger_bytes)
     fits = buffer_bytes <= room
@@ -98,9 +96,12 @@ def plan_with_buffers(
         fits = fits and buffer_bytes * _SHARE <= budget_bytes
     if not fits and is_wanted:
         raise MemoryShortError(
-            f"two buffers for streamed layers need {amount(buffer_bytes)} beside the slots, "
-            f"and there are {amount(budget_bytes)} for both: give more memory or fewer "
-            "slots, smaller buffers (stream_experts), or leave stream_threshold out"
+            f"two buffers for streamed layers need {amount(buffer_bytes)} beside "
+            f"{amount(least)} of slots, and there are {amount(budget_bytes)} for both: "
+            f"gpu_memory_gib={gib_for(buffer_bytes + least)} would do for "
+            f"{'one slot a layer' if slots_per_layer is None else 'them'}; or give "
+            f"{'' if slots_per_layer is None else 'fewer slots, '}smaller buffers "
+            "(stream_experts), or leave stream_threshold out"
         )
     if not fits:
         return alone, 0
