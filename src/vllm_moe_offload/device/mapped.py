@@ -101,4 +101,6 @@ def add_mapped(total: torch.Tensor, addend: torch.Tensor) -> None:
 
     numbers = total.numel()
     if numbers:
-        add_kernel[(-(-numbers // _BLOCK),)](total, addend, numbers, BLOCK=_BLOCK)
+        width = total.shape[-1]
+        programs = -(-numbers // _BLOCK)
+        add_kernel[(programs,)](total, addend, numbers // width, WIDTH=width, BLOCK=_BLOCK)
