@@ -95,13 +95,14 @@ def plan_with_buffers(
     if slots_per_layer is None and not is_wanted:
         fits = fits and buffer_bytes * _SHARE <= budget_bytes
     if not fits and is_wanted:
+        advice = "give more memory, fewer slots,"
+        if slots_per_layer is None:
+            enough = gib_for(buffer_bytes + least)
+            advice = f"with one slot a layer gpu_memory_gib={enough} would do; or give"
         raise MemoryShortError(
             f"two buffers for streamed layers need {amount(buffer_bytes)} beside "
-            f"{amount(least)} of slots, and there are {amount(budget_bytes)} for both: "
-            f"gpu_memory_gib={gib_for(buffer_bytes + least)} would do for "
-            f"{'one slot a layer' if slots_per_layer is None else 'them'}; or give "
-            f"{'' if slots_per_layer is None else 'fewer slots, '}smaller buffers "
-            "(stream_experts), or leave stream_threshold out"
+            f"{amount(least)} of slots, and there are {amount(budget_bytes)} for both: {advice} "
+            "smaller buffers (stream_experts), or leave stream_threshold out"
         )
     if not fits:
         return alone, 0
