@@ -427,8 +427,8 @@ def _section(additional_config: Any) -> dict[str, Any] | None:
 def _is_one(name: str, value: Any) -> bool:
     """Whether a setting of that name may have this value."""
     try:
-        OffloadConfig.model_validate({name: value}, context=_ONE_OF_TWO_SOURCES)
-    except ValidationError:
+        OffloadConfig.parse({name: value}, context=_ONE_OF_TWO_SOURCES)
+    except ConfigError:
         return False
     return True
 

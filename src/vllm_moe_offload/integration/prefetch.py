@@ -91,8 +91,6 @@ class GroupOffloader(BaseOffloader):
         self._taken: set[int] = set()
         self._seen = _Seen(unmatched=set(config.params))
         self._is_finished = False
-        # Whether a step has begun that has not ended, which an error may have.
-        self._is_under_way = False
         self.predicted_bytes = 0
         self.host_bytes = 0
 
@@ -130,13 +128,10 @@ class GroupOffloader(BaseOffloader):
                 "them, so their parameters cannot be prefetched: leave group_size out"
             )
 
-    def begin(self) -> None:
-        """Before a step: buffers that one which an error has ended left behind are filled anew."""
-        self.activate()
-        if self._is_under_way:
-            for _, prefetcher in self._running():
-                prefetcher.restart()
-        self._is_under_way = True
+    def restart(self) -> None:
+        """Before a step, behind one that an error has ended: the buffers are filled anew."""
+        for _, prefetcher in self._running():
+            prefetcher.restart()
 
     def end(self) -> None:
         """After a step: UnsupportedError where vLLM called another offloader meanwhile.
@@ -150,7 +145,6 @@ class GroupOffloader(BaseOffloader):
                 "which are prefetched may not have come: let one thread make and run the engines, "
                 "or leave group_size out"
             )
-        self._is_under_way = False
 
     def close(self) -> None:
         """Another engine of this process may load a model."""

@@ -432,13 +432,16 @@ class OffloadRuntime:
         """Before a step is launched: the CPU lane watches for its requests, if it will ask any.
 
         And vLLM's offloader is this engine's, whichever other one the process has. Of a step that
-        an error has ended copies into slots may be under way, which nothing has waited for.
+        an error has ended copies into slots may be under way, which nothing has waited for, and
+        prefetched layers may be others than the next step begins with.
         """
-        if self._is_under_way:
+        is_behind_an_error, self._is_under_way = self._is_under_way, True
+        if is_behind_an_error:
             self._join_copies()
-        self._is_under_way = True
         if self.prefetch is not None:
-            self.prefetch.begin()
+            self.prefetch.activate()
+            if is_behind_an_error:
+                self.prefetch.restart()
         if self._share is not None and self._asks:
             self._share.wake()
 

@@ -83,10 +83,7 @@ def plan_with_buffers(
     )
     if alone.fits or not buffer_bytes:
         return alone, 0
-    least = sum(
-        layer.expert_bytes * (1 if slots_per_layer is None else count)
-        for count, layer in zip(alone.slots, layers, strict=True)
-    )
+    least = (slots_per_layer or 1) * sum(layer.expert_bytes for layer in layers)
     slots = least if slots_per_layer is not None else budget_bytes - larger_bytes
     room = budget_bytes - least
     if larger_bytes <= room and are_small(larger_bytes, slots):
